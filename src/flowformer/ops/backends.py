@@ -1,0 +1,115 @@
+"""The implementations of Flow-Attention, what each refuses, and which one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import library, reference, varlen
+from .variant import FlowVariant, nearest
+
+
+class Backend(NamedTuple):
+    """One implementation: what it is, why it would refuse, and whether it runs only when asked for by name."""
+
+    name: str
+    note: str
+    refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
+    bidirectional: Callable[..., Tensor]
+    causal: Callable[..., tuple]
+    packed: Callable[..., Tensor]
+    by_name: bool = False
+
+
+def choose(
+    name: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
+) -> Backend:
+    """The backend of that name, or the first that can run where there is no name."""
+    if name is None:
+        return BACKENDS["torch"]
+    if name not in BACKENDS:
+        accepted = ", ".join(map(repr, BACKENDS))
+        raise ValueError(
+            f"unknown backend {name!r}{nearest(name, BACKENDS)}; accepted: {accepted}, or None for the best."
+        )
+    reasons = BACKENDS[name].refusals(query, key, value, is_causal, variant)
+    if reasons:
+        raise NotImplementedError(
+            f"backend {name!r} cannot run this: {'; '.join(reasons)}. backend=None takes one that can."
+        )
+    return BACKENDS[name]
+
+
+def verdicts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
+    """For each backend, whether it can run, and why not."""
+    lines = []
+    for backend in BACKENDS.values():
+        reasons = backend.refusals(query, key, value, is_causal, variant)
+        if reasons:
+            lines.append(f"{backend.name}: no, {'; '.join(reasons)}")
+        else:
+            lines.append(f"{backend.name}: {'only by name' if backend.by_name else 'yes'}, {backend.note}")
+    return lines
+
+
+def _none(*_) -> list[str]:
+    return []
+
+
+def _reference_bidirectional(query, key, value, query_mask, key_mask, scale, variant) -> Tensor:
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
+
+
+def _reference_causal(query, key, value, mask, state, scale, variant) -> tuple:
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
+
+
+def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
+    sinks, sources = varlen.starts_and_lengths(query, key, lengths, is_causal)
+    parts, stop = [], 0
+    for (start_q, length_q), (start_k, length_k) in zip(
+        zip(*sinks, strict=True), zip(*sources, strict=True), strict=True
+    ):
+        q = query[start_q : start_q + length_q].transpose(0, 1)[None]
+        k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
+        if is_causal:
+            out, _ = _reference_causal(q, k, v, None, None, scale, variant)
+        else:
+            out = _reference_bidirectional(q, k, v, None, None, scale, variant)
+        parts.append(out[0].transpose(0, 1))
+        stop = start_q + length_q
+    rest = query.new_zeros(query.shape[0] - stop, query.shape[1], value.shape[-1])
+    return torch.cat([*parts, rest])
+
+
+# in the order of preference
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "torch",
+            "memory-linear, runs everywhere",
+            _none,
+            library.bidirectional,
+            library.causal,
+            library.packed,
+        ),
+        Backend(
+            "reference",
+            "keeps matrices of N × M numbers",
+            _none,
+            _reference_bidirectional,
+            _reference_causal,
+            _reference_packed,
+            by_name=True,
+        ),
+    )
+}

@@ -1,0 +1,174 @@
+"""What the functional API accepts. Each message says what was passed, what is accepted, and what to do."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from .state import FlowState
+from .variant import FlowVariant
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def attention_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = _tensors(query, key, value, 4, "(batch, heads, length, head_dim)")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ValueError(f"query, key and value need the same batch size, got {shapes}.")
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"key and value need the same length, got {shapes}.")
+    _heads(query, key, value, enable_gqa, shapes)
+    return query, key, value
+
+
+def packed_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = _tensors(query, key, value, 3, "(tokens, heads, head_dim), all sequences one after another")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(f"key and value need the same number of tokens, got {shapes}.")
+    _heads(query, key, value, enable_gqa, shapes)
+    return query, key, value
+
+
+def attention_masks(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> None:
+    for name, mask, tokens in (("query_mask", query_mask, query), ("key_mask", key_mask, key)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"{name} must be a bool tensor, got {type(mask).__name__}.")
+        accepted = (tokens.shape[0], tokens.shape[2])
+        if tuple(mask.shape) != accepted:
+            matrix = mask.dim() >= 2 and tuple(mask.shape[-2:]) == (query.shape[2], key.shape[2])
+            hint = (
+                " A matrix of queries by keys has no linear form: pass which tokens are there, and is_causal=True for "
+                "the triangular mask."
+                if matrix
+                else ""
+            )
+            raise ValueError(f"{name} must have shape (batch, length) = {accepted}, got {tuple(mask.shape)}.{hint}")
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"{name} must be bool, True = takes part, got {mask.dtype}. For a 0/1 mask pass mask.bool(); for an "
+                "additive mask, mask == 0."
+            )
+        if mask.device != tokens.device:
+            raise ValueError(f"{name} is on {mask.device}, but the tokens are on {tokens.device}.")
+
+
+def causal_lengths(query: Tensor, key: Tensor) -> None:
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {query.shape[2]} queries and {key.shape[2]} keys. "
+            "To continue a sequence, pass the state of its past to flow_attention_recurrent; for cross-attention, use "
+            "is_causal=False."
+        )
+
+
+def cu_seqlens(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> None:
+    """Everything but the values of the bounds: to look at those here would wait for the device."""
+    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
+            kind = bounds.dtype if isinstance(bounds, Tensor) else type(bounds).__name__
+            raise TypeError(f"{name} must be an int32 or int64 tensor, got {kind}.")
+        if bounds.dim() != 1 or bounds.shape[0] < 1:
+            raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(bounds.shape)}.")
+        if bounds.device != query.device:
+            raise ValueError(f"{name} is on {bounds.device}, but the tokens are on {query.device}.")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must bound the same number of sequences, got {cu_seqlens_q.shape[0] - 1} "
+            f"and {cu_seqlens_k.shape[0] - 1}."
+        )
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not isinstance(length, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an int, got {type(length).__name__}.")
+        if length < 0:
+            raise ValueError(f"{name} must not be negative, got {length}.")
+
+
+def state(state: FlowState, query: Tensor, value: Tensor) -> None:
+    if not isinstance(state, FlowState):
+        raise TypeError(f"state must be a FlowState, got {type(state).__name__}. FlowState.unpack takes plain tensors.")
+    batch, heads, _, dim = query.shape
+    accepted = (batch, heads, dim, value.shape[-1])
+    if tuple(state.memory.shape) != accepted:
+        raise ValueError(
+            f"the state is that of (batch, heads, key_dim, value_dim) = {tuple(state.memory.shape)}, but the tokens "
+            f"have {accepted}. Heads are query heads; FlowState.select picks or repeats rows of a batch."
+        )
+    if state.sums.shape != (batch, heads, 4, dim) or state.scalars.shape != (batch, heads, 3):
+        raise ValueError(
+            f"the parts of the state do not belong together: sums {tuple(state.sums.shape)}, scalars "
+            f"{tuple(state.scalars.shape)}; accepted: {(batch, heads, 4, dim)}, {(batch, heads, 3)}."
+        )
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if any(part.dtype != dtype for part in state.pack()):
+        raise TypeError(
+            f"the state of {query.dtype} tokens is kept in {dtype}, got {state.dtype}. Use state.to(dtype=…)."
+        )
+    if state.device != query.device:
+        raise ValueError(f"the state is on {state.device}, but the tokens are on {query.device}. Use state.to(device).")
+
+
+def scale(scale: float | None) -> float:
+    if scale is None:
+        return 1.0
+    if isinstance(scale, Tensor) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}. Multiply query and key instead.")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}.")
+    return float(scale)
+
+
+def variant(variant: FlowVariant | str) -> FlowVariant:
+    if isinstance(variant, FlowVariant):
+        return variant
+    if isinstance(variant, str):
+        return FlowVariant.named(variant)
+    raise TypeError(f"variant must be a FlowVariant or the name of one, got {type(variant).__name__}.")
+
+
+def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = {"query": query, "key": key, "value": value}
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+        if x.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions, {layout}, got shape {tuple(x.shape)}.")
+    dtypes = {x.dtype for x in inputs.values()}
+    given = ", ".join(f"{name} {x.dtype}" for name, x in inputs.items())
+    if not dtypes <= set(DTYPES):
+        raise TypeError(f"attention takes float64, float32, bfloat16 or float16, got {given}.")
+    devices = {x.device for x in inputs.values()}
+    if len(devices) > 1:
+        given_devices = ", ".join(f"{name} on {x.device}" for name, x in inputs.items())
+        raise ValueError(f"query, key and value must be on one device, got {given_devices}.")
+    if len(dtypes) > 1:
+        # autocast leaves norms in float32 and rounds projections: what then meets here is rounded, as SDPA's inputs are
+        device = query.device.type
+        if not torch.is_autocast_enabled(device):
+            raise TypeError(f"query, key and value need one dtype, got {given}.")
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return query, key, value
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, shapes: str) -> None:
+    heads, key_heads = query.shape[-3 if query.dim() == 4 else -2], key.shape[-3 if key.dim() == 4 else -2]
+    if key_heads != value.shape[-3 if value.dim() == 4 else -2]:
+        raise ValueError(f"key and value need the same number of heads, got {shapes}.")
+    if heads != key_heads and not enable_gqa:
+        raise ValueError(
+            f"query and key need the same number of heads, got {shapes}. "
+            "For key heads shared by several query heads pass enable_gqa=True."
+        )
+    if heads != key_heads and (key_heads == 0 or heads % key_heads):
+        raise ValueError(f"with enable_gqa the key heads must divide the query heads, got {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key need the same head dimension, got {shapes}.")
+    if query.shape[-1] == 0:
+        raise ValueError(f"the head dimension must be at least 1, got {shapes}.")

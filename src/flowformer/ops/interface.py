@@ -1,0 +1,231 @@
+"""The functional API: what the calls accept, what they return, and which backend computes them.
+
+Shapes: B batch, H query heads, H_kv key heads, N queries (sinks), M keys (sources), D features, E values, T packed
+tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from . import backends, checks, reference
+from .reference import FlowMaps
+from .state import FlowState
+from .variant import FlowVariant
+
+_DEFAULT = FlowVariant()
+
+
+def flow_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    variant: FlowVariant | str = _DEFAULT,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention in linear time, with competition among sources and allocation to sinks.
+
+    Computes R = α ⊙ (φ(Q)/I) (φ(K)ᵀ (c ⊙ V)), where the flows I, c and α come from sums over tokens: `reference.py`
+    has the equations. Unlike softmax attention it needs no 1/√D: `scale` multiplies queries and keys before φ.
+
+    Args:
+        query: (B, H, N, D), float64, float32, bfloat16 or float16, any strides.
+        key, value: (B, H, M, D) and (B, H, M, E), of the same dtype and device.
+        is_causal: each token sees itself and the past (Algorithm 2); needs N = M. This is not the masked form of the
+            bidirectional version.
+        query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. A padded token takes part in nothing, not even
+            the counts, so a padded batch equals each of its sequences alone. In self-attention pass the mask of the
+            padding as both. With is_causal a token is sink and source at once: either mask, or both, leaves it out.
+        scale: None is 1, as in the paper.
+        enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
+        variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
+        backend: None takes the best that can run here; "torch" or "reference" insists. See `explain`.
+
+    Returns: (B, H, N, E), in the dtype of the query. A query that is masked, or has no valid source, gives 0.
+
+    Differentiable once; for higher derivatives or forward mode use backend="reference".
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> flow_attention(q, k, v).shape
+    torch.Size([1, 2, 5, 4])
+    """
+    query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+    checks.attention_masks(query, key, query_mask, key_mask)
+    scale, variant = checks.scale(scale), checks.variant(variant)
+    if is_causal:
+        checks.causal_lengths(query, key)
+    chosen = backends.choose(backend, query, key, value, is_causal, variant)
+    if not is_causal:
+        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
+    mask = both(query_mask, key_mask)
+    return chosen.causal(query, key, value, mask, None, scale, variant)[0]
+
+
+def flow_attention_recurrent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: FlowState | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    variant: FlowVariant | str = _DEFAULT,
+    backend: str | None = None,
+) -> tuple[Tensor, FlowState]:
+    """Causal attention of any number of new tokens, continued from the state of their past.
+
+    Cutting a sequence anywhere and passing the state on gives the same results and gradients as one run: prefill a
+    prompt with many tokens, then decode with one token a call, each at the same cost whatever came before.
+
+    Args:
+        query, key, value: (B, H, N, D), (B, H, N, D), (B, H, N, E): the new tokens.
+        state: of the tokens before; None where there are none. It is not changed.
+        key_mask: (B, N) bool, True = takes part, for prompts of unequal length, padded left or right. A padded token
+            leaves the state as it is.
+        scale, enable_gqa, variant, backend: as for `flow_attention`.
+
+    Returns: the result (B, H, N, E) and the state after the last token.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> whole = flow_attention(q, k, v, is_causal=True)
+    >>> _, state = flow_attention_recurrent(q[:, :, :4], k[:, :, :4], v[:, :, :4])
+    >>> last, state = flow_attention_recurrent(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], state)
+    >>> torch.allclose(last, whole[:, :, 4:], atol=1e-6), state.count.item()
+    (True, 5)
+    """
+    query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+    checks.attention_masks(query, key, None, key_mask)
+    checks.causal_lengths(query, key)
+    if state is not None:
+        checks.state(state, query, value)
+    scale, variant = checks.scale(scale), checks.variant(variant)
+    chosen = backends.choose(backend, query, key, value, True, variant)
+    packed = None if state is None else state.pack()
+    result, end = chosen.causal(query, key, value, key_mask, packed, scale, variant)
+    return result, FlowState.unpack(end)
+
+
+def flow_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    variant: FlowVariant | str = _DEFAULT,
+    backend: str | None = None,
+) -> Tensor:
+    """`flow_attention` of sequences packed one after another: equal to a loop over them, without padding.
+
+    Args:
+        query: (T, H, D), all sequences' tokens.
+        key, value: (T', H, D) and (T', H, E).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, 0 followed by where each sequence ends. Tokens after the
+            last end belong to no sequence and give 0.
+        max_seqlen_q, max_seqlen_k: the longest length, or anything above it.
+        is_causal, scale, enable_gqa, variant, backend: as for `flow_attention`.
+
+    Returns: (T, H, E). A sequence may be empty; queries of a sequence without keys give 0.
+
+    >>> q = k = v = torch.randn(7, 2, 4)
+    >>> bounds = torch.tensor([0, 3, 7])
+    >>> flow_attention_varlen(q, k, v, bounds, bounds, 4, 4).shape
+    torch.Size([7, 2, 4])
+    """
+    query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
+    checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale, variant = checks.scale(scale), checks.variant(variant)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    chosen = backends.choose(backend, query, key, value, is_causal, variant)
+    return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
+
+
+def flow_maps(
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    variant: FlowVariant | str = _DEFAULT,
+) -> FlowMaps:
+    """The flows behind an attention: incoming, outgoing, both after conservation, competition and allocation.
+
+    Competition says which sources matter, allocation how much each sink takes in: these are what the paper draws.
+
+    Args: as for `flow_attention`.
+
+    Returns: FlowMaps of (B, H, N) for sinks and (B, H, M) for sources, in float32 (float64 for float64 inputs), 0 where
+    masked; differentiable.
+
+    >>> q = k = torch.randn(1, 2, 5, 4)
+    >>> flow_maps(q, k).conserved_outgoing.mean().item()  # n/m, whatever the input
+    1.0...
+    """
+    query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
+    checks.attention_masks(query, key, query_mask, key_mask)
+    scale, options = checks.scale(scale), asdict(checks.variant(variant))
+    key = reference.repeat_heads(query, key)
+    with torch.autocast(query.device.type, enabled=False):
+        if not is_causal:
+            return reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
+        checks.causal_lengths(query, key)
+        return reference.causal_maps(query, key, both(query_mask, key_mask), None, scale, **options)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    variant: FlowVariant | str = _DEFAULT,
+    backend: str | None = None,
+) -> str:
+    """Which backend `flow_attention` would run with these arguments, and why not the others.
+
+    >>> q = torch.randn(1, 2, 5, 4)
+    >>> print(explain(q, q, q))
+    flow_attention, bidirectional, query (1, 2, 5, 4), key (1, 2, 5, 4), torch.float32 on cpu: torch
+      torch: yes, memory-linear, runs everywhere
+      reference: only by name, keeps matrices of N × M numbers
+    """
+    query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+    checks.attention_masks(query, key, query_mask, key_mask)
+    checks.scale(scale)
+    variant = checks.variant(variant)
+    if is_causal:
+        checks.causal_lengths(query, key)
+    kind = "causal" if is_causal else "bidirectional"
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}"
+    chosen = backends.choose(backend, query, key, value, is_causal, variant)
+    lines = [f"flow_attention, {kind}, {shapes}, {query.dtype} on {query.device}: {chosen.name}"]
+    return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
+
+
+def both(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """The mask of tokens that are sink and source at once."""
+    if query_mask is None or key_mask is None:
+        return key_mask if query_mask is None else query_mask
+    return query_mask & key_mask

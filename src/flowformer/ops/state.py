@@ -1,0 +1,144 @@
+"""FlowState: everything causal Flow-Attention needs to know of the past, whatever its length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FlowState:
+    """The seven sums that causal Flow-Attention carries from token to token, for B sequences of H heads.
+
+    They lie in three plain tensors, in float32 (float64 for float64 inputs):
+        sums: (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I.
+        memory: (B, H, D, E) = Σ kᵀ c V.
+        scalars: (B, H, 3) = the count of tokens, log Σ exp(Ô), and log Σ exp(Î). The last is an eighth sum, which
+            only `allocation="softmax"` reads.
+    A state in which the count is 0 and the sums are 0 is that of "nothing yet", whatever the logarithms say.
+
+    >>> state = FlowState.empty(batch=2, heads=4, key_dim=8)
+    >>> state.count.tolist(), state.memory.shape
+    ([0, 0], torch.Size([2, 4, 8, 8]))
+    """
+
+    sums: Tensor
+    memory: Tensor
+    scalars: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> FlowState:
+        """The state of `batch` sequences that have not begun. `heads` counts query heads."""
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"a state is kept in torch.float32 or torch.float64, got {dtype}: its sums span many tokens."
+            )
+        value_dim = key_dim if value_dim is None else value_dim
+        memory = torch.zeros(batch, heads, key_dim, value_dim, device=device, dtype=dtype)
+        scalars = memory.new_full((batch, heads, 3), -torch.inf)
+        scalars[..., 0] = 0
+        return cls(memory.new_zeros(batch, heads, 4, key_dim), memory, scalars)
+
+    @classmethod
+    def unpack(cls, tensors: tuple[Tensor, Tensor, Tensor]) -> FlowState:
+        """The state made of what `pack` returned."""
+        return cls(*tensors)
+
+    def pack(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors (sums, memory, scalars), not copied: for a cache, a checkpoint, or a collective."""
+        return self.sums, self.memory, self.scalars
+
+    @property
+    def count(self) -> Tensor:
+        """(B,) int64, how many tokens each sequence has seen."""
+        return self.scalars[:, 0, 0].long()
+
+    @property
+    def key_sum(self) -> Tensor:
+        """Σk, (B, H, D)."""
+        return self.sums[..., 0, :]
+
+    @property
+    def query_sum(self) -> Tensor:
+        """Σq, (B, H, D)."""
+        return self.sums[..., 1, :]
+
+    @property
+    def conserved_key_sum(self) -> Tensor:
+        """Σk/O, (B, H, D)."""
+        return self.sums[..., 2, :]
+
+    @property
+    def conserved_query_sum(self) -> Tensor:
+        """Σq/I, (B, H, D)."""
+        return self.sums[..., 3, :]
+
+    @property
+    def log_sum_exp(self) -> Tensor:
+        """log Σ exp(Ô), (B, H): the denominator of the competition."""
+        return self.scalars[..., 1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+    def clone(self) -> FlowState:
+        """A copy to come back to, as for speculative decoding."""
+        return FlowState(*(part.clone() for part in self.pack()))
+
+    def detach(self) -> FlowState:
+        """The same numbers without their history: cuts backpropagation through time."""
+        return FlowState(*(part.detach() for part in self.pack()))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FlowState:
+        if dtype not in (None, torch.float32, torch.float64):
+            raise TypeError(
+                f"a state is kept in torch.float32 or torch.float64, got {dtype}: its sums span many tokens."
+            )
+        return FlowState(*(part.to(device=device, dtype=dtype) for part in self.pack()))
+
+    def select(self, rows: Tensor) -> FlowState:
+        """The states of these rows, in this order: (R,) integer indices, repeats allowed, as beam search needs."""
+        if rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
+            raise TypeError(
+                f"select takes a 1-d tensor of integer row indices, got {rows.dtype} of shape {tuple(rows.shape)}."
+            )
+        return FlowState(*(part.index_select(0, rows.to(part.device)) for part in self.pack()))
+
+    def zero_rows(self, rows: Tensor) -> FlowState:
+        """The same state with the rows where `rows` (B,) bool is True put back to "nothing yet"."""
+        batch = self.memory.shape[0]
+        if rows.dtype != torch.bool or rows.shape != (batch,):
+            raise TypeError(
+                f"zero_rows takes a bool tensor of shape ({batch},), True = start over, "
+                f"got {rows.dtype} of shape {tuple(rows.shape)}."
+            )
+        nothing = FlowState.empty(*self.memory.shape, device=self.device, dtype=self.dtype)
+        rows = rows.to(self.device)[:, None, None]
+        return FlowState(
+            torch.where(rows[..., None], nothing.sums, self.sums),
+            torch.where(rows[..., None], nothing.memory, self.memory),
+            torch.where(rows, nothing.scalars, self.scalars),
+        )
+
+
+def empty_state(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The packed state before the first token of a query (B, H, N, D) with values (B, H_kv, M, E)."""
+    batch, heads, _, key_dim = query.shape
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return FlowState.empty(batch, heads, key_dim, value.shape[-1], device=query.device, dtype=dtype).pack()

@@ -1,0 +1,92 @@
+"""FlowVariant: which reading of Flow-Attention to compute, and the named readings of the paper and its releases."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+FeatureMap = Literal["sigmoid", "elu+1", "relu"]
+Competition = Literal["softmax", "sigmoid", "none"]
+Allocation = Literal["sigmoid", "softmax", "none"]
+
+_CHOICES = {
+    "feature_map": get_args(FeatureMap),
+    "competition": get_args(Competition),
+    "allocation": get_args(Allocation),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FlowVariant:
+    """One reading of Flow-Attention; the default is the paper's, with the length factors of its released code.
+
+    Args:
+        feature_map: φ, the non-negative map of queries and keys.
+        competition: how sources compete: c = m·softmax(Ô), sigmoid(Ô), or 1 ("none").
+        allocation: how sinks are gated: α = sigmoid(Î), n·softmax(Î), or 1 ("none").
+        clamp: bounds Ô to ±clamp before the competition; the paper has no bound.
+        eps: added to both sides of every dot product of the four flows. Must be positive: it is what keeps a sink
+            that receives nothing finite.
+        flow_eps: added once more to each of the four flows, as the released vision code does.
+        rescale: the factors m in c and n/m in α that make bidirectional attention independent of the length.
+            False is Algorithm 1 to the letter. Causal attention follows Algorithm 2, which prints its factor D,
+            either way.
+
+    >>> FlowVariant(clamp=1.0) == FlowVariant.named("core")
+    True
+    """
+
+    feature_map: FeatureMap = "sigmoid"
+    competition: Competition = "softmax"
+    allocation: Allocation = "sigmoid"
+    clamp: float | None = None
+    eps: float = 1e-6
+    flow_eps: float = 0.0
+    rescale: bool = True
+
+    def __post_init__(self) -> None:
+        for name, accepted in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ValueError(
+                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
+                )
+        if self.clamp is not None and not self.clamp > 0:
+            raise ValueError(f"clamp must be positive, or None for no bound, got {self.clamp!r}.")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps!r}: it keeps a sink that receives nothing finite.")
+        if not self.flow_eps >= 0:
+            raise ValueError(f"flow_eps must not be negative, got {self.flow_eps!r}.")
+
+    @classmethod
+    def named(cls, name: str) -> FlowVariant:
+        """The variant of the paper or of one of its released implementations.
+
+        >>> FlowVariant.named("rl").clamp
+        10.0
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown variant {name!r}{nearest(name, PRESETS)}; accepted: {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+    def as_args(self) -> tuple:
+        """The fields in order, as the plain arguments of a registered operator."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def nearest(value: object, accepted) -> str:
+    """A hint for an error message, empty where nothing is near."""
+    match = difflib.get_close_matches(str(value), accepted, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+# "core" also describes the released GPT module; the published time-series code has neither a clamp nor a mask.
+PRESETS = {
+    "paper": FlowVariant(rescale=False),
+    "core": FlowVariant(clamp=1.0),
+    "vision": FlowVariant(clamp=1.0, flow_eps=1e-6),
+    "language": FlowVariant(clamp=5.0),
+    "rl": FlowVariant(clamp=10.0),
+    "timeseries": FlowVariant(),
+}

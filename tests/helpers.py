@@ -1,0 +1,77 @@
+"""What several test files share: inputs, the variants worth testing, and the oracle with its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from flowformer import FlowVariant
+from flowformer.ops import reference
+
+# every feature map, competition and allocation at least once, and what interacts with them
+VARIANTS = {
+    "default": FlowVariant(),
+    "paper": FlowVariant.named("paper"),
+    "core": FlowVariant.named("core"),
+    "vision": FlowVariant.named("vision"),
+    "tight clamp": FlowVariant(clamp=0.9),
+    "elu+1": FlowVariant(feature_map="elu+1"),
+    "relu": FlowVariant(feature_map="relu"),
+    "sigmoid competition": FlowVariant(competition="sigmoid", clamp=1.0),
+    "no competition": FlowVariant(competition="none"),
+    "softmax allocation": FlowVariant(allocation="softmax"),
+    "softmax allocation, paper": FlowVariant(allocation="softmax", rescale=False),
+    "no allocation": FlowVariant(allocation="none"),
+    "plain linear": FlowVariant(competition="none", allocation="none"),
+}
+
+
+def random_inputs(
+    batch=2,
+    heads=3,
+    sinks=9,
+    sources=None,
+    dim=4,
+    value_dim=None,
+    key_heads=None,
+    dtype=torch.float64,
+    device="cpu",
+    seed=0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), drawn on the CPU so that devices agree."""
+    generator = torch.Generator().manual_seed(seed)
+    sources, key_heads = sources or sinks, key_heads or heads
+    shapes = (heads, sinks, dim), (key_heads, sources, dim), (key_heads, sources, value_dim or dim)
+    return tuple(
+        torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes
+    )
+
+
+def oracle(
+    query, key, value, *, is_causal=False, query_mask=None, key_mask=None, scale=1.0, variant=VARIANTS["default"]
+):
+    """The reference in float64, key heads repeated."""
+    shared = query.shape[1] // key.shape[1]
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    if is_causal:
+        mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
+        return reference.causal(query, key, value, mask, None, scale, **asdict(variant))[0]
+    return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
+
+
+def with_gradients(function, inputs, grad_seed=1) -> list[Tensor]:
+    """The result of function(*inputs) and the gradients of the inputs under a random cotangent."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
+    result = function(*leaves)
+    generator = torch.Generator().manual_seed(grad_seed)
+    cotangent = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.device, result.dtype)
+    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """‖value − truth‖ / ‖truth‖ in float64; NaN stays NaN, so that no comparison passes."""
+    value, truth = value.double().cpu(), truth.double().cpu()
+    return ((value - truth).norm() / truth.norm().clamp_min(1e-300)).item()
