@@ -1,0 +1,22 @@
+"""Flow-Attention as modules."""
+
+from .attention import FlowAttention, sinks_apart
+from .multihead import FlowMultiheadAttention
+from .positions import LearnedPositions, SinusoidalPositions, token_positions
+from .swap import replace_attention
+from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
+
+__all__ = [
+    "FeedForward",
+    "FlowAttention",
+    "FlowDecoder",
+    "FlowDecoderLayer",
+    "FlowEncoder",
+    "FlowEncoderLayer",
+    "FlowMultiheadAttention",
+    "LearnedPositions",
+    "SinusoidalPositions",
+    "replace_attention",
+    "sinks_apart",
+    "token_positions",
+]

@@ -1,0 +1,178 @@
+"""FlowAttention: Flow-Attention with its projections.
+
+Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H·D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent
+from ..ops.interface import both
+
+_DEFAULT = FlowVariant()
+
+
+class FlowAttention(nn.Module):
+    """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
+
+    Args:
+        embed_dim: width of the queries and of the result.
+        num_heads: H.
+        kdim, vdim: width of keys and values; None is embed_dim.
+        head_dim: D; None is embed_dim / num_heads. The inner width H·D need not be embed_dim.
+        bias: whether the four projections have one.
+        dropout: on the result, after the output projection. There is no matrix of weights to drop from.
+        is_causal: each token sees itself and the past; self-attention only.
+        variant: a FlowVariant or the name of one.
+
+    >>> attention = FlowAttention(32, 4, is_causal=True)
+    >>> x = torch.randn(2, 10, 32)
+    >>> whole = attention(x)
+    >>> _, state = attention(x[:, :9], state=attention.new_state(2))
+    >>> last, state = attention(x[:, 9:], state=state)
+    >>> torch.allclose(last, whole[:, 9:], atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        variant: FlowVariant | str = _DEFAULT,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 1 or num_heads < 1 or (head_dim is not None and head_dim < 1):
+            raise ValueError(
+                f"embed_dim, num_heads and head_dim must be positive, got {embed_dim}, {num_heads} and {head_dim}."
+            )
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}. Choose another number of heads, or "
+                "pass head_dim: the inner width need not be embed_dim."
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.is_causal = is_causal
+        self.variant = checks.variant(variant)
+        inner_dim = num_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, inner_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(self.kdim, inner_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(self.vdim, inner_dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(inner_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform weights and no bias."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def new_state(self, batch_size: int) -> FlowState:
+        """The state of `batch_size` sequences that have not begun: pass it with the prompt, then with each token."""
+        weight = self.k_proj.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return FlowState.empty(batch_size, self.num_heads, self.head_dim, device=weight.device, dtype=dtype)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        state: FlowState | None = None,
+    ) -> Tensor | tuple[Tensor, FlowState]:
+        """Attend from the queries to the keys, or among the queries where there are no others.
+
+        Args:
+            query: (B, N, embed_dim).
+            key: (B, M, kdim); None, or the very tensor passed as query, is self-attention.
+            value: (B, M, vdim); None is the key.
+            query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention one mask stands for
+                both: a padded token takes part in nothing.
+            state: what was before these tokens, of `new_state` or of the call before; causal only.
+
+        Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
+        no valid source, gives the bias of the output projection.
+        """
+        if key is None and value is not None:
+            raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
+        if state is not None and not self.is_causal:
+            raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
+        is_self_attention = key is None or key is query
+        if self.is_causal and not is_self_attention:
+            raise ValueError(
+                "got a key of its own, but causal attention is self-attention. Pass the query alone, or build "
+                "FlowAttention with is_causal=False for cross-attention."
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim))
+        if is_self_attention:
+            query_mask = key_mask = both(query_mask, key_mask)
+
+        q = split_heads(self.q_proj(query), self.num_heads)
+        k = split_heads(self.k_proj(key), self.num_heads)
+        v = split_heads(self.v_proj(value), self.num_heads)
+        if state is None:
+            result = flow_attention(
+                q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask, variant=self.variant
+            )
+        else:
+            result, state = flow_attention_recurrent(q, k, v, state, key_mask=key_mask, variant=self.variant)
+        result = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+        return result if state is None else (result, state)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, is_causal={self.is_causal}, "
+            f"variant={self.variant}"
+        )
+
+
+def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
+    """The variant in which a sink's result does not depend on the other sinks: no competition and no allocation.
+
+    Both come from flows summed over all sinks, future ones included. What is left, R = (φ(Q)/I) (φ(K)ᵀ V), is the form
+    that an autoregressive decoder can use for cross-attention to a memory.
+
+    >>> sinks_apart("rl").competition
+    'none'
+    """
+    return replace(checks.variant(variant), competition="none", allocation="none")
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
+
+
+def check_tokens(
+    query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], ranks: tuple[int, ...] = (3,)
+) -> None:
+    shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+    if query.dim() not in ranks or not query.dim() == key.dim() == value.dim():
+        accepted = " or all ".join(map(str, ranks))
+        raise ValueError(f"query, key and value must all have {accepted} dimensions, got shapes {shapes}.")
+    if (query.shape[-1], key.shape[-1], value.shape[-1]) != widths:
+        raise ValueError(
+            f"query, key and value must have widths (embed_dim, kdim, vdim) = {widths}, got shapes {shapes}."
+        )

@@ -1,0 +1,129 @@
+"""Positions to add to tokens: sinusoids of any length, or a learned table.
+
+Shapes: B batch, N tokens, W width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds sin(p / base^(2i/W)) and cos of the same, interleaved, to a token at position p. There is no longest length.
+
+    The angles are computed in float32, or in float64 for float64 tokens. An odd width ends on a sine.
+
+    >>> SinusoidalPositions(4)(torch.zeros(1, 2, 4))
+    tensor([[[0.0000, 1.0000, 0.0000, 1.0000],
+             [0.8415, 0.5403, 0.0100, 0.9999]]])
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = base
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (B, N, W) with its positions added.
+
+        Args:
+            positions: (N,) or (B, N) integers; None counts from 0. See `token_positions`.
+        """
+        _check(x, positions, self.dim)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        even = torch.arange(0, self.dim, 2, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        angle = positions[..., None] * self.base ** (-even / self.dim)
+        table = torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., : self.dim]
+        return x + table.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}"
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector to each of the first `max_length` positions.
+
+    Args:
+        max_length: how many positions there are; a longer sequence is an error.
+        dim: W.
+        std: of the normal distribution the vectors start from.
+
+    >>> LearnedPositions(16, 4)(torch.zeros(1, 2, 4)).shape
+    torch.Size([1, 2, 4])
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        dim: int,
+        std: float = 0.02,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.dim = dim
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(max_length, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (B, N, W) with its positions added.
+
+        Args:
+            positions: (N,) or (B, N) integers below max_length; None counts from 0. See `token_positions`.
+        """
+        _check(x, positions, self.dim)
+        if positions is None:
+            self._check_length(x.shape[1])
+            return x + self.weight[: x.shape[1]].to(x.dtype)
+        # elsewhere the lookup itself fails, without making every step wait for the device
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
+            self._check_length(int(positions.max()) + 1)
+        return x + F.embedding(positions, self.weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.max_length}, {self.dim}"
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_length:
+            raise ValueError(
+                f"got {length} positions, but there are only {self.max_length} learned ones. Shorten the sequence, "
+                "raise max_length, or use SinusoidalPositions."
+            )
+
+
+def token_positions(mask: Tensor, past: Tensor | None = None) -> Tensor:
+    """Where each token stands in its own sequence, padding on either side not counted.
+
+    Args:
+        mask: (B, N) bool, True = a token.
+        past: (B,) integers, how many tokens came before, as `FlowState.count` says; None is 0.
+
+    Returns: (B, N) integers from 0; padding gets some position of its sequence.
+
+    >>> token_positions(torch.tensor([[False, True, True], [True, True, False]])).tolist()
+    [[0, 0, 1], [0, 1, 1]]
+    """
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return positions if past is None else positions + past[:, None]
+
+
+def _check(x: Tensor, positions: Tensor | None, dim: int) -> None:
+    if x.dim() != 3 or x.shape[-1] != dim:
+        raise ValueError(f"tokens must have shape (batch, length, {dim}), got {tuple(x.shape)}.")
+    if positions is None:
+        return
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise TypeError(f"positions must be integers, got {positions.dtype}. For a mask pass token_positions(mask).")
+    if positions.shape not in (x.shape[1:2], x.shape[:2]):
+        raise ValueError(
+            f"positions must have shape {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
+        )

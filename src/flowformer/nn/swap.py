@@ -1,0 +1,80 @@
+"""replace_attention: Flow-Attention in a model that was built with torch's softmax attention."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..ops import FlowVariant
+from .attention import sinks_apart
+from .multihead import FlowMultiheadAttention
+
+_DEFAULT = FlowVariant()
+
+
+def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT) -> nn.Module:
+    """Swap every `torch.nn.MultiheadAttention` of a model in place for `FlowMultiheadAttention`, weights kept.
+
+    The parameters stay the same objects, so optimisers, tied weights and state dicts go on working. Hooks on the old
+    modules are not carried over. In an nn.TransformerDecoderLayer the cross-attention gets `sinks_apart(variant)`, so
+    that no token sees those after it, and nn.TransformerEncoder stops making nested tensors.
+
+    Args:
+        model: any module; its parameters are trained further or anew, since the attention is another function.
+        variant: a FlowVariant or the name of one.
+
+    Returns: the model, or, where the model itself is an nn.MultiheadAttention, what replaces it.
+
+    >>> model = replace_attention(nn.TransformerEncoderLayer(32, 4))
+    >>> type(model.self_attn).__name__
+    'FlowMultiheadAttention'
+    """
+    names = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, FlowMultiheadAttention)
+    }
+    if not names:
+        raise ValueError(
+            f"found no torch.nn.MultiheadAttention in {type(model).__name__}; there is nothing to replace."
+        )
+    for name, module in names.items():
+        # a subclass, also one made by torch.nn.utils.parametrize, may hold other weights or compute something else
+        if type(module) is not nn.MultiheadAttention:
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, a subclass of torch.nn.MultiheadAttention; only "
+                "the class itself can be replaced. Call replace_attention on the other parts of the model."
+            )
+    cross = {id(each.multihead_attn) for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)}
+    new = {
+        id(module): _replacement(module, sinks_apart(variant) if id(module) in cross else variant)
+        for module in names.values()
+    }
+    for name, module in names.items():
+        if not name:
+            return new[id(module)]
+        model.set_submodule(name, new[id(module)])
+    for each in model.modules():
+        if isinstance(each, nn.TransformerEncoder):
+            each.use_nested_tensor = False
+    return model
+
+
+def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str) -> FlowMultiheadAttention:
+    new = FlowMultiheadAttention(
+        old.embed_dim,
+        old.num_heads,
+        dropout=old.dropout,
+        bias=old.in_proj_bias is not None,
+        add_bias_kv=old.bias_k is not None,
+        add_zero_attn=old.add_zero_attn,
+        kdim=old.kdim,
+        vdim=old.vdim,
+        batch_first=old.batch_first,
+        device="meta",
+        variant=variant,
+    )
+    for name, parameter in old.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    new.out_proj = old.out_proj
+    new.training = old.training
+    return new

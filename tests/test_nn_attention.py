@@ -1,0 +1,279 @@
+"""FlowAttention: the projections around the functional op, its masks, its state, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import VARIANTS, oracle, with_gradients
+
+from flowformer import FlowAttention, FlowState, FlowVariant
+from flowformer.nn import sinks_apart
+
+WIDTH, HEADS = 12, 3
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def build(**options) -> FlowAttention:
+    """With biases that are not zero, so that a forgotten one shows."""
+    module = FlowAttention(WIDTH, HEADS, **{"dtype": torch.float64, **options})
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def tokens(batch=2, length=7, width=WIDTH, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(batch, length, width, dtype=dtype)
+
+
+def by_hand(module, query, key, value, **options):
+    heads = [
+        F.linear(x, p.weight, p.bias).view(*x.shape[:2], module.num_heads, module.head_dim).transpose(1, 2)
+        for x, p in zip((query, key, value), (module.q_proj, module.k_proj, module.v_proj), strict=True)
+    ]
+    result = oracle(*heads, is_causal=module.is_causal, variant=module.variant, **options)
+    joined = result.transpose(1, 2).reshape(*query.shape[:2], -1)
+    return F.linear(joined, module.out_proj.weight, module.out_proj.bias)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"head_dim": 5}, {"variant": "core"}], ids=str)
+def test_equals_projections_around_the_op(is_causal, options):
+    module, x = build(is_causal=is_causal, **options), tokens()
+    parameters = tuple(module.parameters())
+    result, expected = module(x), by_hand(module, x, x, x)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(result)
+    grads, truth = (torch.autograd.grad(y, parameters, cotangent) for y in (result, expected))
+    torch.testing.assert_close(grads, truth, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_passes_the_variant_on(name):
+    module, x = build(variant=VARIANTS[name]), tokens()
+    torch.testing.assert_close(module(x), by_hand(module, x, x, x), rtol=1e-10, atol=1e-12)
+
+
+def test_cross_attention_with_widths_of_its_own():
+    module = build(kdim=5, vdim=9, head_dim=6)
+    query, key, value = tokens(), tokens(length=4, width=5), tokens(length=4, width=9)
+    assert module.k_proj.weight.shape == (18, 5)
+    assert module.v_proj.weight.shape == (18, 9)
+    torch.testing.assert_close(module(query, key, value), by_hand(module, query, key, value))
+
+
+def test_the_value_of_cross_attention_is_the_key_unless_given():
+    module, query, memory = build(), tokens(), tokens(length=4)
+    assert torch.equal(module(query, memory), module(query, memory, memory))
+
+
+def test_naming_the_query_as_key_is_self_attention():
+    module, x = build(is_causal=True), tokens()
+    mask = torch.tensor([[True] * 7, [False] * 2 + [True] * 5])
+    assert torch.equal(module(x, key_mask=mask), module(x, x, x, query_mask=mask))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mask_name", ["query_mask", "key_mask"])
+def test_padded_equals_alone(is_causal, side, mask_name):
+    module, lengths = build(is_causal=is_causal), (7, 4, 1)
+    x = tokens(batch=3)
+    place = torch.arange(7)
+    mask = torch.stack([place < n if side == "right" else place >= 7 - n for n in lengths])
+    x[~mask] = torch.nan
+    padded = module(x, **{mask_name: mask})
+    for row, keep in enumerate(mask):
+        alone = module(x[row, keep][None])[0]
+        torch.testing.assert_close(padded[row, keep], alone, rtol=1e-12, atol=1e-12)
+        assert torch.equal(padded[row, ~keep], module.out_proj.bias.expand(int((~keep).sum()), -1))
+
+
+def test_two_masks_of_self_attention_both_leave_out():
+    module, x = build(), tokens(batch=1)
+    left, right = torch.arange(7)[None] >= 2, torch.arange(7)[None] < 6
+    both = module(x, query_mask=left, key_mask=right)
+    torch.testing.assert_close(both[:, 2:6], module(x[:, 2:6]), rtol=1e-12, atol=1e-12)
+
+
+def test_masks_of_cross_attention_stay_apart():
+    module, query, memory = build(), tokens(batch=1), tokens(batch=1, length=5)
+    query_mask, key_mask = torch.arange(7)[None] < 6, torch.arange(5)[None] >= 2
+    result = module(query, memory, query_mask=query_mask, key_mask=key_mask)
+    torch.testing.assert_close(result[:, :6], module(query[:, :6], memory[:, 2:]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1, 1, 1, 1, 1, 1), (3, 4), (7,), (0, 6, 1)], ids=str)
+def test_split_with_state_equals_whole(cuts):
+    module, x = build(is_causal=True), tokens()
+
+    def in_parts(x):
+        state, parts = module.new_state(2), []
+        for part in x.split(cuts, dim=1):
+            result, state = module(part, state=state)
+            parts.append(result)
+        return torch.cat(parts, 1)
+
+    whole, split = with_gradients(module, [x]), with_gradients(in_parts, [x])
+    torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_left_padded_prompts_decode_as_alone():
+    module, x = build(is_causal=True), tokens(batch=2, length=6)
+    mask = torch.tensor([[True] * 5, [False] * 3 + [True] * 2])
+    _, state = module(x[:, :5], key_mask=mask, state=module.new_state(2))
+    assert state.count.tolist() == [5, 2]
+    last, _ = module(x[:, 5:], state=state)
+    torch.testing.assert_close(last[0], module(x[:1])[0, 5:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(last[1], module(x[1:, 3:])[0, 2:], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+)
+def test_new_state_fits_the_module(dtype, kept):
+    module = build(is_causal=True, head_dim=5, dtype=dtype)
+    state = module.new_state(4)
+    assert isinstance(state, FlowState)
+    assert state.memory.shape == (4, HEADS, 5, 5)
+    assert state.dtype == kept
+    result, after = module(tokens(batch=4, dtype=dtype), state=state)
+    assert (result.dtype, after.dtype, after.count.tolist()) == (dtype, kept, [7] * 4)
+
+
+def test_sinks_apart_hides_the_other_queries():
+    query, memory = tokens(), tokens(length=4)
+    apart, together = build(variant=sinks_apart("rl")), build(variant="rl")
+    assert apart.variant == FlowVariant(competition="none", allocation="none", clamp=10.0)
+    torch.testing.assert_close(apart(query, memory)[:, :3], apart(query[:, :3], memory), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(together(query, memory)[:, :3], together(query[:, :3], memory), atol=1e-4)
+
+
+def test_dropout_acts_on_the_result_in_training_only():
+    module, x = build(dropout=0.5), tokens()
+    kept = module.train()(x)
+    result = module.eval()(x)
+    dropped = kept == 0
+    assert 0.2 < dropped.double().mean() < 0.8
+    torch.testing.assert_close(kept[~dropped], 2 * result[~dropped])
+
+
+def test_dtype_and_device_reach_every_parameter():
+    module = FlowAttention(WIDTH, HEADS, kdim=5, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+    assert module.to_empty(device="cpu").reset_parameters() is None
+    assert module(*(tokens(width=w, dtype=torch.bfloat16) for w in (WIDTH, 5, WIDTH))).dtype == torch.bfloat16
+
+
+def test_reset_parameters_starts_over():
+    module = build()
+    module.reset_parameters()
+    bound = (6 / (WIDTH + WIDTH)) ** 0.5
+    for projection in (module.q_proj, module.k_proj, module.v_proj, module.out_proj):
+        assert not projection.bias.any()
+        assert 0.8 * bound < projection.weight.abs().max() <= bound
+
+
+def test_state_dict_round_trip():
+    module, x = build(kdim=5, bias=False), tokens()
+    other = build(kdim=5, bias=False)
+    key, value = tokens(width=5), tokens()
+    assert list(module.state_dict()) == [f"{name}_proj.weight" for name in ("q", "k", "v", "out")]
+    assert not torch.equal(other(x, key, value), module(x, key, value))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x, key, value), module(x, key, value))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_autocast_rounds_projections_and_not_sums(is_causal):
+    module, x = build(is_causal=is_causal, dtype=torch.float32), tokens(length=300, dtype=torch.float32)
+    exact = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = module(x)
+        rounded.float().square().sum().backward()
+    assert rounded.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in module.parameters())
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiles_as_one_graph(is_causal):
+    module, x = build(is_causal=is_causal), tokens()
+    mask = torch.tensor([[True] * 7, [False] * 2 + [True] * 5])
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    parameters = tuple(module.parameters())
+    results = [f(x, key_mask=mask) for f in (compiled, module)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(y.square().sum(), parameters) for y in results]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_decoding_compiles_as_one_graph():
+    module, x = build(is_causal=True), tokens()
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    state, parts = module.new_state(2), []
+    for part in x.split(1, dim=1):
+        result, state = compiled(part, state=state)
+        parts.append(result)
+    torch.testing.assert_close(torch.cat(parts, 1), module(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((10, 3), {}, r"embed_dim 10 is not divisible by num_heads 3.*head_dim"),
+        ((0, 3), {}, r"must be positive, got 0, 3 and None"),
+        ((12, 0), {}, r"must be positive, got 12, 0 and None"),
+        ((12, 3), {"head_dim": 0}, r"must be positive, got 12, 3 and 0"),
+        ((12, 3), {"variant": "vison"}, r"'vison' \(did you mean 'vision'\?\)"),
+        ((12, 3), {"dropout": 1.5}, r"between 0 and 1, but got 1.5"),
+    ],
+    ids=str,
+)
+def test_refuses_to_be_built(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        FlowAttention(*arguments, **options)
+
+
+def test_a_variant_is_a_variant_or_a_name():
+    with pytest.raises(TypeError, match="FlowVariant or the name of one, got dict"):
+        FlowAttention(12, 3, variant={"clamp": 1.0})
+
+
+X = torch.zeros(2, 7, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({}, {"query": X, "value": X}, "got a value but no key"),
+        ({}, {"query": X, "state": FlowState.empty(2, HEADS, 4)}, "only causal attention has.*is_causal=True"),
+        ({"is_causal": True}, {"query": X, "key": X + 1}, "causal attention is self-attention"),
+        ({}, {"query": X[..., :-1]}, r"\(embed_dim, kdim, vdim\) = \(12, 12, 12\), got shapes \(2, 7, 11\)"),
+        ({"kdim": 5}, {"query": X, "key": X + 1}, r"\(12, 5, 12\), got shapes"),
+        ({}, {"query": X[0]}, r"must all have 3 dimensions, got shapes \(7, 12\)"),
+        ({}, {"query": X, "key": X[0]}, r"must all have 3 dimensions"),
+        (
+            {},
+            {"query": X, "key_mask": torch.ones(2, 6, dtype=torch.bool)},
+            r"must have shape .* \(2, 7\), got \(2, 6\)",
+        ),
+        ({}, {"query": X, "key": X[:1]}, "same batch size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_input(options, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)(**arguments)
+
+
+def test_refuses_a_state_of_another_shape():
+    module = build(is_causal=True)
+    with pytest.raises(ValueError, match=r"\(2, 3, 4, 4\)"):
+        module(X, state=module.new_state(1))

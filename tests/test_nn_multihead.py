@@ -1,0 +1,525 @@
+"""FlowMultiheadAttention: everything of nn.MultiheadAttention but the softmax, also inside torch's own layers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from functools import partial
+
+import pytest
+import torch
+from helpers import VARIANTS, oracle
+from torch import nn
+
+from flowformer import FlowMultiheadAttention, FlowVariant
+from flowformer.nn import sinks_apart
+
+WIDTH, HEADS = 12, 4
+BUILDS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "widths": {"kdim": 5, "vdim": 7},
+    "widths, no bias": {"kdim": 5, "bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero": {"add_zero_attn": True},
+    "everything": {"kdim": 5, "vdim": 7, "add_bias_kv": True, "add_zero_attn": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """Fresh modules have zero biases and unit norms, which would hide mistakes."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def build(**options) -> FlowMultiheadAttention:
+    return randomized(
+        FlowMultiheadAttention(WIDTH, HEADS, **{"batch_first": True, "dtype": torch.float64, **options})
+    ).eval()
+
+
+def inputs(options, batch=2, sinks=6, sources=9):
+    widths = WIDTH, options.get("kdim", WIDTH), options.get("vdim", WIDTH)
+    lengths = sinks, sources, sources
+    return tuple(torch.randn(batch, n, w, dtype=torch.float64) for n, w in zip(lengths, widths, strict=True))
+
+
+def projected(module, query, key, value):
+    """The heads (B, H, N, D) of batch-first inputs, added sources included."""
+    weights = (
+        module.in_proj_weight.chunk(3)
+        if module.in_proj_weight is not None
+        else (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    )
+    biases = (0, 0, 0) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    q, k, v = (x @ w.T + b for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    ones = torch.ones(k.shape[0], 1, 1, dtype=k.dtype)
+    if module.bias_k is not None:
+        k, v = torch.cat([k, ones * module.bias_k], 1), torch.cat([v, ones * module.bias_v], 1)
+    if module.add_zero_attn:
+        k, v = (torch.cat([x, 0 * ones.expand(-1, 1, WIDTH)], 1) for x in (k, v))
+    return [x.reshape(*x.shape[:2], HEADS, -1).transpose(1, 2) for x in (q, k, v)]
+
+
+def joined(module, result):
+    return module.out_proj(result.transpose(1, 2).flatten(2))
+
+
+def square_mask(length, dtype=torch.float64):
+    return nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_signature_is_that_of_torch(method):
+    ours, theirs = (
+        inspect.signature(getattr(cls, method)).parameters for cls in (FlowMultiheadAttention, nn.MultiheadAttention)
+    )
+    assert list(ours) == [*theirs, *(["variant"] if method == "__init__" else [])]
+    for name, parameter in theirs.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind), name
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_state_dict_goes_both_ways(name):
+    ours, theirs = build(**BUILDS[name]), nn.MultiheadAttention(WIDTH, HEADS, **BUILDS[name], dtype=torch.float64)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    again = FlowMultiheadAttention(WIDTH, HEADS, **BUILDS[name], batch_first=True, dtype=torch.float64).eval()
+    again.load_state_dict(theirs.state_dict())
+    x = inputs(BUILDS[name])
+    assert torch.equal(again(*x)[0], ours(*x)[0])
+
+
+def test_starts_from_the_same_weights():
+    torch.manual_seed(3)
+    ours = FlowMultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+    torch.manual_seed(3)
+    theirs = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    for module in (ours, theirs):
+        torch.manual_seed(4)
+        module._reset_parameters()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_dtype_and_device_reach_every_parameter():
+    module = FlowMultiheadAttention(WIDTH, HEADS, add_bias_kv=True, kdim=5, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_equals_projections_around_the_op(name):
+    module, x = build(**BUILDS[name]), inputs(BUILDS[name])
+    result, _ = module(*x)
+    expected = joined(module, oracle(*projected(module, *x), variant=module.variant))
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
+    parameters = tuple(module.parameters())
+    cotangent = torch.randn_like(result)
+    grads, truth = (torch.autograd.grad(y, parameters, cotangent) for y in (result, expected))
+    torch.testing.assert_close(grads, truth, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_self_attention_of_every_variant(name, is_causal):
+    module, (x, _, _) = build(variant=VARIANTS[name]), inputs({})
+    heads = projected(module, x, x, x)
+    expected = joined(module, oracle(*heads, is_causal=is_causal, variant=VARIANTS[name]))
+    result, weights = module(x, x, x, is_causal=is_causal, average_attn_weights=False)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(joined(module, weights @ heads[2]), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_weights_times_values_is_the_result(name):
+    options = BUILDS[name]
+    module, x = build(**options), inputs(options)
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    result, weights = module(*x, key_padding_mask=mask, average_attn_weights=False)
+    added = len({"add_bias_kv", "add_zero_attn"} & set(options))
+    assert weights.shape == (2, HEADS, 6, 9 + added)
+    assert not weights[1, :, :, 5:9].any()
+    value = projected(module, *x)[2]
+    torch.testing.assert_close(joined(module, weights @ value), result, rtol=1e-10, atol=1e-12)
+
+
+def test_returned_pair():
+    module, x = build(), inputs({})
+    result, weights = module(*x, average_attn_weights=False)
+    averaged = module(*x)
+    assert torch.equal(averaged[0], result)
+    assert averaged[1].shape == (2, 6, 9)
+    torch.testing.assert_close(averaged[1], weights.mean(1))
+    without = module(*x, need_weights=False)
+    assert torch.equal(without[0], result)
+    assert without[1] is None
+
+
+def test_gradients_flow_through_the_weights():
+    module, x = build(), inputs({})
+    module(*x)[1].sum().backward()
+    assert module.in_proj_weight.grad[: 2 * WIDTH].abs().min() > 0
+    assert not module.in_proj_weight.grad[2 * WIDTH :].any()
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_length_first_equals_batch_first(need_weights):
+    module, x = build(), inputs({})
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    expected = module(*x, key_padding_mask=mask, need_weights=need_weights)
+    module.batch_first = False
+    result, weights = module(*(y.transpose(0, 1) for y in x), key_padding_mask=mask, need_weights=need_weights)
+    assert result.shape == (6, 2, WIDTH)
+    torch.testing.assert_close((result.transpose(0, 1), weights), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_without_a_batch(batch_first):
+    module, x = build(batch_first=batch_first), inputs({}, batch=1)
+    mask = torch.arange(9) >= 5
+    layout = x if batch_first else [y.transpose(0, 1) for y in x]
+    expected, expected_weights = module(*layout, key_padding_mask=mask[None], average_attn_weights=False)
+    result, weights = module(*(y[0] for y in x), key_padding_mask=mask, average_attn_weights=False)
+    assert (result.shape, weights.shape) == ((6, WIDTH), (HEADS, 6, 9))
+    torch.testing.assert_close(result, expected.squeeze(0 if batch_first else 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights[0], rtol=1e-12, atol=1e-12)
+    result, weights = module(*(y[0] for y in x), need_weights=False)
+    assert (result.shape, weights) == ((6, WIDTH), None)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64, torch.float32])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_equals_alone(is_causal, kind, side):
+    module, lengths = build(), (9, 4, 1)
+    x = inputs({}, batch=3)[1]
+    place = torch.arange(9)
+    keep = torch.stack([place < n if side == "right" else place >= 9 - n for n in lengths])
+    x[~keep] = torch.nan
+    mask = ~keep if kind is torch.bool else torch.zeros(3, 9, dtype=kind).masked_fill(~keep, -torch.inf)
+    padded, weights = module(x, x, x, key_padding_mask=mask, is_causal=is_causal)
+    for row in range(3):
+        alone = x[row, keep[row]][None]
+        result, alone_weights = module(alone, alone, alone, is_causal=is_causal)
+        torch.testing.assert_close(padded[row, keep[row]], result[0], rtol=1e-11, atol=1e-12)
+        block = weights[row][keep[row]][:, keep[row]]
+        torch.testing.assert_close(block, alone_weights[0], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(weights[row].sum(), block.sum(), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("name", ["bias_kv", "zero"])
+def test_added_sources_are_not_padding(name):
+    module, x = build(**BUILDS[name]), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    padded, _ = module(x, x, x, key_padding_mask=mask)
+    alone, _ = module(*[x[1:, :5]] * 3)
+    torch.testing.assert_close(padded[1:, :5], alone, rtol=1e-11, atol=1e-12)
+
+
+def test_query_and_key_alone_make_it_self_attention():
+    module, (_, x, value) = build(), inputs({})
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    padded, _ = module(x, x, value, key_padding_mask=mask)
+    part = x[1:, :5]
+    torch.testing.assert_close(padded[1:, :5], module(part, part, value[1:, :5])[0], rtol=1e-11, atol=1e-12)
+
+
+def test_padding_of_cross_attention_leaves_keys_out_only():
+    module, (query, key, value) = build(), inputs({})
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    result, _ = module(query, key, value, key_padding_mask=mask)
+    alone, _ = module(query[1:], key[1:, :5], value[1:, :5])
+    torch.testing.assert_close(result[1:], alone, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [square_mask(9), square_mask(9, torch.float32), torch.ones(9, 9).triu(1).bool()],
+    ids=["float64", "float32", "bool"],
+)
+def test_the_causal_mask_is_recognised(mask):
+    module, x = build(), inputs({})[1]
+    expected, expected_weights = module(x, x, x, is_causal=True)
+    for options in ({"attn_mask": mask}, {"attn_mask": mask, "is_causal": True}):
+        result, weights = module(x, x, x, **options)
+        assert torch.equal(result, expected)
+        assert torch.equal(weights, expected_weights)
+    assert not weights.triu(1).any()
+    assert not torch.allclose(expected, module(x, x, x)[0])
+    changed = x.clone()
+    changed[:, 5:] += 1
+    torch.testing.assert_close(module(changed, changed, changed, attn_mask=mask)[0][:, :5], expected[:, :5])
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(6, 9), torch.zeros(6, 9, dtype=torch.bool)], ids=["float", "bool"])
+def test_a_mask_that_blocks_nothing_is_none(mask):
+    module, x = build(), inputs({})
+    assert torch.equal(module(*x, attn_mask=mask)[0], module(*x)[0])
+
+
+def test_one_token_is_not_taken_for_causal():
+    module, x = build(), inputs({}, sinks=1, sources=1)[0]
+    assert torch.equal(module(x, x, x, attn_mask=square_mask(1))[0], module(x, x, x)[0])
+
+
+CAUSAL = torch.ones(9, 9).triu(1).bool()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CAUSAL.T,
+        CAUSAL.triu(2),
+        ~torch.eye(9, dtype=torch.bool),
+        torch.ones(9, 9, dtype=torch.bool),
+        torch.zeros(9, 9).masked_fill(CAUSAL, -1e9),
+        torch.randn(9, 9),
+        CAUSAL[:8],
+        CAUSAL.expand(2 * HEADS, -1, -1),
+    ],
+    ids=["transposed", "window", "diagonal", "all", "finite", "bias", "shape", "per head"],
+)
+def test_other_masks_are_refused(mask):
+    module, x = build(), inputs({})[1]
+    with pytest.raises(NotImplementedError, match=r"no linear form. Pass is_causal=True.*key_padding_mask"):
+        module(x, x, x, attn_mask=mask)
+
+
+def test_dropout_acts_on_the_result_in_training_only():
+    module, x = build(dropout=0.5), inputs({})
+    result, kept = module.eval()(*x)[0], module.train()(*x)[0]
+    dropped = kept == 0
+    assert 0.2 < dropped.double().mean() < 0.8
+    torch.testing.assert_close(kept[~dropped], 2 * result[~dropped])
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+def test_autocast(options):
+    module = build(**options, dtype=torch.float32)
+    x = torch.randn(2, 200, WIDTH)
+    exact, exact_weights = module(x, x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        result, weights = module(x, x, x)
+    assert result.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(weights.float(), exact_weights, rtol=0.05, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"need_weights": False}], ids=str)
+def test_compiles_as_one_graph(options):
+    module, x = build(), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = [f(x, x, x, key_padding_mask=mask, **options) for f in (compiled, module)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    parameters = tuple(module.parameters())
+    grads = [torch.autograd.grad(y[0].square().sum(), parameters) for y in results]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mask_that_cannot_be_read_is_refused():
+    module, x = build(), inputs({})[1]
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="eager")
+    with pytest.raises(NotImplementedError, match=r"cannot be read while the graph is compiled.*is_causal=True"):
+        compiled(x, x, x, attn_mask=square_mask(9))
+    hinted = compiled(x, x, x, attn_mask=square_mask(9), is_causal=True)[0]
+    torch.testing.assert_close(hinted, module(x, x, x, is_causal=True)[0], rtol=1e-12, atol=1e-12)
+
+
+def through_a_file(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file], ids=["deepcopy", "pickle"])
+def test_a_copy_is_the_same_and_still_keeps_softmax_off(copied):
+    layer = encoder_layer()
+    layer.self_attn.variant = FlowVariant(clamp=1.0)
+    other, x = copied(layer), inputs({})[1]
+    assert other.self_attn.variant == FlowVariant(clamp=1.0)
+    assert other.self_attn.in_proj_weight is not layer.self_attn.in_proj_weight
+    with torch.no_grad():
+        assert torch.equal(other(x), layer(x))
+
+
+def encoder_layer(**options) -> nn.TransformerEncoderLayer:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64, **options)
+    layer.self_attn = FlowMultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    return randomized(layer).eval()
+
+
+def by_hand(layer, x, **options):
+    def attend(x):
+        return layer.self_attn(x, x, x, need_weights=False, **options)[0]
+
+    def mlp(x):
+        return layer.linear2(layer.activation(layer.linear1(x)))
+
+    if layer.norm_first:
+        x = x + attend(layer.norm1(x))
+        return x + mlp(layer.norm2(x))
+    x = layer.norm1(x + attend(x))
+    return layer.norm2(x + mlp(x))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The calls of torch's own softmax kernels, which the layers make without asking the attention module."""
+    calls = []
+
+    def spy(name, original, *args):
+        calls.append(name)
+        return original(*args)
+
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
+        monkeypatch.setattr(torch, name, partial(spy, name, getattr(torch, name)))
+    return calls
+
+
+@torch.no_grad()
+def test_softmax_takes_the_fast_path_where_flow_must_not(kernels):
+    """The premise of the tests below: with torch's own attention the very same calls do reach the kernels."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64).eval()
+    layer(inputs({})[1])
+    assert kernels == ["_transformer_encoder_layer_fwd"]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_an_encoder_layer_runs_flow_in_eval_mode(kernels, norm_first, activation, padded):
+    layer, x = encoder_layer(norm_first=norm_first, activation=activation), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]]) if padded else None
+    result = layer(x, src_key_padding_mask=mask)
+    assert not kernels
+    torch.testing.assert_close(result, by_hand(layer, x, key_padding_mask=mask), rtol=1e-12, atol=1e-12)
+    softmax = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    softmax.load_state_dict(layer.self_attn.state_dict())
+    layer.self_attn = softmax
+    assert not torch.allclose(layer(x, src_key_padding_mask=mask), result, atol=0.1)
+
+
+@torch.no_grad()
+def test_an_encoder_layer_is_causal_with_a_mask_or_a_hint():
+    layer, x = encoder_layer(), inputs({})[1]
+    expected = by_hand(layer, x, is_causal=True)
+    assert torch.equal(layer(x, src_mask=square_mask(9)), expected)
+    assert torch.equal(layer(x, src_mask=square_mask(9), is_causal=True), expected)
+
+
+def test_an_encoder_layer_compiles_as_one_graph():
+    layer, x = encoder_layer(), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    result = compiled(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(result, layer(x, src_key_padding_mask=mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_an_encoder_runs_flow_in_eval_mode(kernels, padded):
+    with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+        encoder = nn.TransformerEncoder(encoder_layer(), 2)
+    encoder, x = randomized(encoder).eval(), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]]) if padded else None
+    result = encoder(x, src_key_padding_mask=mask)
+    assert not kernels
+    expected = x
+    for layer in encoder.layers:
+        expected = by_hand(layer, expected, key_padding_mask=mask)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    if padded:
+        torch.testing.assert_close(result[1:, :5], encoder(x[1:, :5]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_nested_tensors_are_refused_with_a_way_out():
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64), 1
+    ).eval()
+    encoder.layers[0].self_attn, x = build(), inputs({})[1]
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    with pytest.raises(NotImplementedError, match="use_nested_tensor = False"):
+        encoder(x, src_key_padding_mask=mask)
+    encoder.use_nested_tensor = False
+    expected = by_hand(encoder.layers[0], x, key_padding_mask=mask)
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=mask), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_a_decoder_layer_runs_flow(kernels, padded):
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64)
+    layer.self_attn, layer.multihead_attn = build(), build(variant=sinks_apart())
+    layer, (x, memory, _) = randomized(layer).eval(), inputs({})
+    masks = [None, None]
+    if padded:
+        masks = [torch.arange(n) >= torch.tensor([[n], [4]]) for n in (6, 9)]
+
+    def run(x):
+        return layer(
+            x,
+            memory,
+            tgt_mask=square_mask(x.shape[1]),
+            tgt_key_padding_mask=None if masks[0] is None else masks[0][:, : x.shape[1]],
+            memory_key_padding_mask=masks[1],
+        )
+
+    attended = layer.norm1(x + layer.self_attn(x, x, x, key_padding_mask=masks[0], is_causal=True)[0])
+    crossed = layer.multihead_attn(attended, memory, memory, key_padding_mask=masks[1])[0]
+    attended = layer.norm2(attended + crossed)
+    expected = layer.norm3(attended + layer.linear2(layer.linear1(attended).relu()))
+    torch.testing.assert_close(run(x), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run(x)[:, :3], run(x[:, :3]), rtol=1e-12, atol=1e-12)
+    assert not kernels
+
+
+def test_refuses_to_be_built():
+    with pytest.raises(ValueError, match="divisible by num_heads, got 10 and 3"):
+        FlowMultiheadAttention(10, 3)
+    with pytest.raises(ValueError, match="greater than 0"):
+        FlowMultiheadAttention(12, 0)
+    with pytest.raises(ValueError, match="unknown variant 'soft'"):
+        FlowMultiheadAttention(12, 3, variant="soft")
+
+
+X = torch.zeros(2, 9, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "options", "message"),
+    [
+        (ValueError, (X, X[..., :5], X), {}, r"= \(12, 12, 12\), got shapes \(2, 9, 12\), \(2, 9, 5\), \(2, 9, 12\)"),
+        (ValueError, (X[None],) * 3, {}, "must all have 3 or all 2 dimensions"),
+        (ValueError, (X, X[0], X[0]), {}, "must all have 3 or all 2 dimensions"),
+        (ValueError, (X, X, X), {"key_padding_mask": torch.zeros(9, 2).bool()}, r"shape \(2, 9\), got \(9, 2\)"),
+        (TypeError, (X, X, X), {"key_padding_mask": torch.zeros(2, 9).long()}, r"bool or float, got torch.int64"),
+        (NotImplementedError, (X, X, X), {"key_padding_mask": torch.ones(2, 9)}, r"0 \(takes part\) and -inf"),
+        (ValueError, (X[:, :5], X, X), {"is_causal": True}, "as many queries as keys, got 5 queries and 9 keys"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_input(error, arguments, options, message):
+    with pytest.raises(error, match=message):
+        build()(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["add_bias_kv", "add_zero_attn"])
+def test_added_sources_have_no_place_in_a_sequence(name):
+    with pytest.raises(NotImplementedError, match="add sources that have no place in a sequence"):
+        build(**{name: True})(X, X, X, is_causal=True)
