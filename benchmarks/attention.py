@@ -1,0 +1,335 @@
+"""Time and memory of Flow-Attention beside the authors' formulation and softmax attention, all in one run.
+
+    python benchmarks/attention.py                          # what the README states, on this machine
+    python benchmarks/attention.py --lengths 512 65536 --kinds causal --csv times.csv
+
+First every contestant is checked against the float64 reference. Then all of them take turns, so that whatever else the
+machine does hits each alike: median time with the 20th and 80th percentile, and peak memory above the inputs and, for
+forward+backward, their gradients; then how many times faster ours is. Last, what a token costs to decode early and late
+in a sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+# the profiler that counts memory otherwise logs each of its starts
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowformer import FlowVariant, __version__, flow_attention, flow_attention_recurrent
+from flowformer.ops import reference
+
+KINDS = ("bidirectional", "causal")
+# Algorithms 1 and 2 to the letter, so that everybody computes the same thing
+VARIANT = FlowVariant.named("paper")
+EPS = VARIANT.eps
+
+
+def authors_bidirectional(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Algorithm 1, line by line."""
+    q, k = query.sigmoid(), key.sigmoid()
+    incoming = ((q + EPS) * (k.sum(-2, keepdim=True) + EPS)).sum(-1, keepdim=True)
+    outgoing = ((k + EPS) * (q.sum(-2, keepdim=True) + EPS)).sum(-1, keepdim=True)
+    conserved_incoming = ((q + EPS) * ((k / outgoing).sum(-2, keepdim=True) + EPS)).sum(-1, keepdim=True)
+    conserved_outgoing = ((k + EPS) * ((q / incoming).sum(-2, keepdim=True) + EPS)).sum(-1, keepdim=True)
+    competition = conserved_outgoing.softmax(-2)
+    allocation = conserved_incoming.sigmoid()
+    return (q / incoming) @ (k.mT @ (competition * value)) * allocation
+
+
+def authors_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Algorithm 2, line by line, with its running sum of N matrices of D × E."""
+    q, k = query.sigmoid(), key.sigmoid()
+    position = torch.arange(1, q.shape[-2] + 1, device=q.device, dtype=q.dtype)[:, None]
+    incoming = ((q + EPS) * (k.cumsum(-2) + EPS)).sum(-1, keepdim=True) / position
+    outgoing = ((k + EPS) * (q.cumsum(-2) + EPS)).sum(-1, keepdim=True) / position
+    conserved_incoming = ((q + EPS) * ((k / outgoing).cumsum(-2) + EPS)).sum(-1, keepdim=True) / position
+    conserved_outgoing = ((k + EPS) * ((q / incoming).cumsum(-2) + EPS)).sum(-1, keepdim=True) / position
+    competition = conserved_outgoing.exp() / conserved_outgoing.exp().cumsum(-2) * position
+    allocation = conserved_incoming.sigmoid()
+    memory = (k[..., None] * (competition * value)[..., None, :]).cumsum(-3)
+    return ((q / incoming / position)[..., None, :] @ memory).squeeze(-2) * allocation
+
+
+AUTHORS = {"bidirectional": authors_bidirectional, "causal": authors_causal}
+
+
+def linear(length: int, dim: int) -> int:
+    return dim
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    is_flow: bool = True
+    # how many numbers it keeps for a token, of the length and the head dim: what cannot fit is not tried
+    footprint: Callable[[int, int], int] = linear
+
+
+def contestants(kind: str, backends: list[str]) -> list[Contestant]:
+    is_causal = kind == "causal"
+    flow = {each: partial(flow_attention, is_causal=is_causal, variant=VARIANT, backend=each) for each in backends}
+    footprint = {
+        "reference": lambda length, dim: length,
+        "authors": lambda length, dim: dim * dim if is_causal else dim,
+    }
+    return [
+        *(Contestant(f"flow {name}", call, footprint=footprint.get(name, linear)) for name, call in flow.items()),
+        Contestant("authors eager", AUTHORS[kind], footprint=footprint["authors"]),
+        Contestant("authors compiled", torch.compile(AUTHORS[kind], dynamic=False), footprint=footprint["authors"]),
+        Contestant("sdpa", partial(F.scaled_dot_product_attention, is_causal=is_causal), is_flow=False),
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    contestant: str
+    length: int
+    forward_ms: float
+    forward_p20: float
+    forward_p80: float
+    both_ms: float
+    both_p20: float
+    both_p80: float
+    forward_tensors: float  # peak memory above the inputs, in tensors of the size of an input
+    both_tensors: float  # likewise above the inputs and their gradients
+
+
+def inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
+
+
+def forward(call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
+    with torch.no_grad():
+        call(q, k, v)
+
+
+def forward_backward(call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.autograd.grad(call(*leaves), leaves, grad)
+
+
+def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str, dtype: torch.dtype) -> None:
+    """Every contestant that computes Flow-Attention must do so, values and gradients."""
+    *qkv, grad = inputs((1, heads, 257, dim), device, dtype)
+    oracle = {"bidirectional": reference.bidirectional, "causal": lambda *x, **o: reference.causal(*x, **o)[0]}[kind]
+
+    def run(call, *tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        result = call(*leaves)
+        return [result, *torch.autograd.grad(result, leaves, grad.to(result.dtype))]
+
+    truth = run(lambda *x: oracle(*x, **asdict(VARIANT)), *(x.double() for x in qkv))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 2e-2)
+    for contestant in field:
+        if not contestant.is_flow:
+            continue
+        for name, value, true in zip(
+            ("result", "query", "key", "value"), run(contestant.call, *qkv), truth, strict=True
+        ):
+            error = ((value.double() - true).norm() / true.norm()).item()
+            if not error <= tolerance:
+                sys.exit(f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}")
+
+
+def milliseconds(run: Callable[[], None], device: str) -> float:
+    if device == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    start_time = time.perf_counter()
+    run()
+    return (time.perf_counter() - start_time) * 1e3
+
+
+def peak_bytes(run: Callable[[], None], device: str) -> int:
+    """The most memory that was held at once above what was held before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def percentiles(times: list[float]) -> tuple[float, float, float]:
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return statistics.median(times), fifths[0], fifths[-1]
+
+
+def measure(kind, field: list[Contestant], length: int, options) -> list[Row]:
+    shape = (options.batch, options.heads, length, options.dim)
+    dtype, device = getattr(torch, options.dtype), options.device
+    size = options.batch * options.heads * length * dtype.itemsize
+    field = [each for each in field if size * each.footprint(length, options.dim) <= options.memory * 2**30 / 8]
+    tensors = inputs(shape, device, dtype)
+    runs = [(each, step) for each in field for step in (forward, forward_backward)]
+    peaks = {}
+    for each, step in runs:
+        step(each.call, *tensors)  # compiles
+        peaks[each.name, step] = peak_bytes(partial(step, each.call, *tensors), device)
+    times: dict[tuple, list[float]] = {(each.name, step): [] for each, step in runs}
+    started = time.perf_counter()
+    while len(times[runs[0][0].name, forward]) < options.repeats:
+        for each, step in runs:
+            fresh = inputs(shape, device, dtype)
+            times[each.name, step].append(milliseconds(partial(step, each.call, *fresh), device))
+        done = len(times[runs[0][0].name, forward])
+        if done >= 5 and time.perf_counter() - started > options.seconds:
+            break
+    tensor = tensors[0].nbytes
+    return [
+        Row(
+            kind,
+            each.name,
+            length,
+            *percentiles(times[each.name, forward]),
+            *percentiles(times[each.name, forward_backward]),
+            peaks[each.name, forward] / tensor,
+            peaks[each.name, forward_backward] / tensor - 3,
+        )
+        for each in field
+    ]
+
+
+def decode(options) -> dict[str, float]:
+    """What one token costs after few and after many, and how far 1,000 steps end from one parallel run."""
+    dtype, device = getattr(torch, options.dtype), options.device
+    step = (options.batch, options.heads, 1, options.dim)
+    states = {}
+    for past in (10, 100_000):
+        # the state does not know how it was reached: short pieces spare the memory of a long prompt
+        state = None
+        for piece in range(0, past, 10_000):
+            qkv = inputs((*step[:2], min(10_000, past - piece), step[3]), device, dtype)[:3]
+            _, state = flow_attention_recurrent(*qkv, state)
+        states[past] = state
+    tokens = inputs(step, device, dtype)[:3]
+    times: dict[int, list[float]] = {past: [] for past in states}
+    with torch.no_grad():
+        for _ in range(500):
+            for past, state in states.items():
+                times[past].append(milliseconds(lambda s=state: flow_attention_recurrent(*tokens, s), device))
+
+        q, k, v = inputs((*step[:2], 1000, step[3]), device, dtype)[:3]
+        whole, state, parts = flow_attention(q, k, v, is_causal=True), None, []
+        for t in range(1000):
+            part, state = flow_attention_recurrent(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], state)
+            parts.append(part)
+    return {
+        **{f"ms after {past:,} tokens": statistics.median(each) for past, each in times.items()},
+        "largest difference of 1,000 steps from one run": (torch.cat(parts, 2) - whole).abs().max().item(),
+    }
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'':34}{'forward ms':>24}{'forward+backward ms':>28}{'peak memory, in inputs':>26}"]
+    for row in rows:
+        lines.append(
+            f"{row.kind:14}{row.length:>7} {row.contestant:16}"
+            f"{row.forward_ms:8.2f} ({row.forward_p20:.2f}–{row.forward_p80:.2f})".ljust(62)
+            + f"{row.both_ms:8.2f} ({row.both_p20:.2f}–{row.both_p80:.2f})".ljust(28)
+            + f"{row.forward_tensors:8.2f} {row.both_tensors:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def speedups(rows: list[Row], backend: str) -> str:
+    """How many times the forward+backward of each rival takes that of ours."""
+    ours, *rivals = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
+    times = ", ".join(f"{rival.both_ms / ours.both_ms:.1f}× {rival.contestant}" for rival in rivals)
+    return f"{ours.kind}, {ours.length} tokens, forward+backward: {ours.contestant} is {times}"
+
+
+def machine(options) -> dict[str, str]:
+    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+    return {
+        "device": name,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "flowformer": __version__,
+        "commit": commit or "unknown",
+        "shape": f"B{options.batch} H{options.heads} d{options.dim} {options.dtype}",
+    }
+
+
+def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*(field.name for field in fields(Row)), *facts])
+        for row in rows:
+            writer.writerow([*asdict(row).values(), *facts.values()])
+
+
+def parse(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 16384])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
+    parser.add_argument("--repeats", type=int, default=25, help="times each contestant runs at each length")
+    parser.add_argument("--seconds", type=float, default=60, help="after which a length ends with at least 5 repeats")
+    parser.add_argument("--memory", type=float, default=16, help="GiB; what would need more is left out")
+    parser.add_argument("--csv", type=Path, help="where to write the table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    options = parse(arguments)
+    facts = machine(options)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    rows = []
+    for kind in options.kinds:
+        field = contestants(kind, options.backends)
+        check(kind, field, options.heads, options.dim, options.device, getattr(torch, options.dtype))
+        for length in options.lengths:
+            torch.compiler.reset()
+            measured = measure(kind, field, length, options)
+            print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
+            rows += measured
+    for name, value in decode(options).items():
+        print(f"decode: {name}: {value:.3g}")
+    if options.csv:
+        write_csv(options.csv, rows, facts)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

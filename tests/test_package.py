@@ -1,0 +1,148 @@
+"""The package as it is installed, imported and read about."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_inputs
+
+import flowformer
+from flowformer.ops import reference
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def run_python(code, *options):
+    """A fresh interpreter, away from the checkout."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.anchor, timeout=120
+    )
+
+
+class TestImport:
+    def test_brings_nothing_but_torch(self):
+        """No kernels' compiler, no optional dependency, no driver, no warning."""
+        result = run_python(
+            "import sys, torch; before = set(sys.modules)\n"
+            "import flowformer; flowformer.flow_attention, flowformer.FlowAttention, flowformer.replace_attention\n"
+            "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+            "print(*names - set(sys.stdlib_module_names) - {'flowformer', 'torch'})\n"
+            "print('triton' in sys.modules, 'transformers' in sys.modules, torch.cuda.is_initialized())",
+            "-W", "error::UserWarning:flowformer",
+        )  # fmt: skip
+        assert result.stdout.splitlines() == ["", "False False False"]
+        assert "flowformer" not in result.stderr
+
+    def test_is_lazy(self):
+        result = run_python(
+            "import sys, torch, flowformer\nprint([name for name in sys.modules if name.startswith('flowformer.')])"
+        )
+        assert result.stdout.strip() == "[]"
+
+    def test_runs_without_numpy(self):
+        result = run_python(
+            "import sys; sys.modules['numpy'] = None\n"
+            "import torch; from flowformer import flow_attention\n"
+            "x = torch.randn(1, 1, 5, 4, requires_grad=True)\n"
+            "flow_attention(x, x, x).sum().backward(); print(x.grad.shape)"
+        )
+        assert result.stdout.strip() == "torch.Size([1, 1, 5, 4])"
+
+    def test_costs_less_than_50_ms_beyond_torch(self):
+        """The one test that measures time, since every program that imports the package pays it."""
+
+        def milliseconds():
+            # of processor time: what else the machine does must not count
+            result = run_python(
+                "import time, torch; start = time.process_time()\n"
+                "import flowformer; flowformer.FlowAttention; print(1000 * (time.process_time() - start))"
+            )
+            return float(result.stdout)
+
+        assert min(milliseconds() for _ in range(3)) < 50
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", flowformer.__all__)
+    def test_resolves(self, name):
+        assert getattr(flowformer, name) is getattr(flowformer, name)
+        assert name in dir(flowformer)
+
+    @pytest.mark.parametrize("name", ["FlowAttention", "flow_attention"])
+    def test_is_documented(self, name):
+        assert getattr(flowformer, name).__doc__
+
+    def test_dir_in_a_fresh_interpreter_knows_what_is_not_loaded_yet(self):
+        names = run_python("import flowformer; print(*dir(flowformer))").stdout.split()
+        assert set(flowformer.__all__) <= set(names)
+
+    def test_unknown_attribute(self):
+        with pytest.raises(AttributeError, match="module 'flowformer' has no attribute 'flow_atention'"):
+            _ = flowformer.flow_atention
+
+    def test_star_import(self):
+        namespace = {}
+        exec("from flowformer import *", namespace)
+        assert set(flowformer.__all__) <= set(namespace)
+
+
+class TestMetadata:
+    def test_version(self):
+        assert re.fullmatch(r"\d+\.\d+\.\d+", flowformer.__version__)
+        assert importlib.metadata.version("flowformer") == flowformer.__version__
+
+    def test_torch_is_the_only_dependency(self):
+        required = [line for line in importlib.metadata.requires("flowformer") if "extra ==" not in line]
+        assert [re.match(r"\w+", line)[0] for line in required] == ["torch"]
+
+    def test_is_typed(self):
+        assert (Path(flowformer.__file__).parent / "py.typed").exists()
+
+
+def test_the_reference_stands_alone(tmp_path):
+    """The file may be copied anywhere: it needs nothing of the package."""
+    copy = tmp_path / "copied.py"
+    copy.write_text(Path(reference.__file__).read_text())
+    assert not re.search(r"^\s*(from|import) (\.|flowformer)", copy.read_text(), re.MULTILINE)
+    inputs = random_inputs()
+    assert torch.equal(runpy.run_path(str(copy))["bidirectional"](*inputs), reference.bidirectional(*inputs))
+
+
+def blocks(*languages):
+    """The fenced blocks of the README in one of these languages."""
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+class TestReadme:
+    @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: re.findall(r"import (\w+)$", code, re.M)[-1])
+    def test_code_runs(self, code):
+        """Each block as it stands, pasted into a fresh interpreter."""
+        exec(code, {})
+
+    def test_has_code(self):
+        assert len(blocks("python")) >= 3
+
+    @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (\w+)", "".join(blocks("sh", "console"))))))
+    def test_make_target_exists(self, target):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+    def test_names_a_command_that_tests(self):
+        assert "make test" in "".join(blocks("sh", "console"))
+
+    def test_api_table_names_what_there_is(self):
+        names = re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE)
+        assert {"flow_attention", "FlowVariant", "FlowState"} <= set(names)
+        for name in names:
+            assert name.removeprefix("flowformer.") in flowformer.__all__
+
+    @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)\)", README))))
+    def test_link_leads_somewhere(self, path):
+        assert (ROOT / path).exists()
