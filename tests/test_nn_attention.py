@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import VARIANTS, oracle, with_gradients
+from torch import nn
 
-from flowformer import FlowAttention, FlowState, FlowVariant
-from flowformer.nn import sinks_apart
+from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
+from flowformer.nn import record_maps, sinks_apart
 
 WIDTH, HEADS = 12, 3
 
@@ -277,3 +278,21 @@ def test_refuses_a_state_of_another_shape():
     module = build(is_causal=True)
     with pytest.raises(ValueError, match=r"\(2, 3, 4, 4\)"):
         module(X, state=module.new_state(1))
+
+
+def test_recorded_maps_are_those_of_the_call():
+    model = nn.Sequential(FlowAttention(24, 4), FlowAttention(24, 4, is_causal=True)).double()
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    with record_maps(model) as maps:
+        result = model(x)
+    assert len(maps) == 2
+    first = model[0]
+    q, k = (proj(x).unflatten(-1, (4, 6)).transpose(1, 2) for proj in (first.q_proj, first.k_proj))
+    assert torch.equal(maps[0].competition, flow_maps(q, k).competition)
+    assert torch.equal(result, model(x))
+    assert len(maps) == 2, "nothing is recorded after the block"
+
+
+def test_recording_a_model_without_flows_is_an_error():
+    with pytest.raises(ValueError, match="has no Flow-Attention"), record_maps(nn.Linear(3, 3)):
+        pass

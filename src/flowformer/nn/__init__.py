@@ -1,6 +1,6 @@
 """Flow-Attention as modules."""
 
-from .attention import FlowAttention, sinks_apart
+from .attention import FlowAttention, RivalAttention, build_attention, record_maps, sinks_apart
 from .multihead import FlowMultiheadAttention
 from .positions import LearnedPositions, SinusoidalPositions, token_positions
 from .swap import replace_attention
@@ -15,7 +15,10 @@ __all__ = [
     "FlowEncoderLayer",
     "FlowMultiheadAttention",
     "LearnedPositions",
+    "RivalAttention",
     "SinusoidalPositions",
+    "build_attention",
+    "record_maps",
     "replace_attention",
     "sinks_apart",
     "token_positions",

@@ -1,23 +1,27 @@
-"""FlowAttention: Flow-Attention with its projections.
+"""Attention modules: Flow-Attention with its projections, and any rival in its place.
 
 Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H·D.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops import FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent
+from .. import baselines
+from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
 from ..ops.interface import both
 
 _DEFAULT = FlowVariant()
 
 
-class FlowAttention(nn.Module):
-    """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
+class ProjectedAttention(nn.Module):
+    """What attention modules share: queries, keys and values are projected, attend by heads, and are projected back.
 
     Args:
         embed_dim: width of the queries and of the result.
@@ -27,15 +31,6 @@ class FlowAttention(nn.Module):
         bias: whether the four projections have one.
         dropout: on the result, after the output projection. There is no matrix of weights to drop from.
         is_causal: each token sees itself and the past; self-attention only.
-        variant: a FlowVariant or the name of one.
-
-    >>> attention = FlowAttention(32, 4, is_causal=True)
-    >>> x = torch.randn(2, 10, 32)
-    >>> whole = attention(x)
-    >>> _, state = attention(x[:, :9], state=attention.new_state(2))
-    >>> last, state = attention(x[:, 9:], state=state)
-    >>> torch.allclose(last, whole[:, 9:], atol=1e-6)
-    True
     """
 
     def __init__(
@@ -49,7 +44,6 @@ class FlowAttention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         is_causal: bool = False,
-        variant: FlowVariant | str = _DEFAULT,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,7 +63,6 @@ class FlowAttention(nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.is_causal = is_causal
-        self.variant = checks.variant(variant)
         inner_dim = num_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner_dim, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(self.kdim, inner_dim, bias=bias, device=device, dtype=dtype)
@@ -84,6 +77,53 @@ class FlowAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, is_causal={self.is_causal}"
+
+    def _project(self, query, key, value, query_mask, key_mask):
+        """q (B, H, N, D), k, v (B, H, M, D), and both masks."""
+        if key is None and value is not None:
+            raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
+        is_self_attention = key is None or key is query
+        if self.is_causal and not is_self_attention:
+            raise ValueError(
+                "got a key of its own, but causal attention is self-attention. Pass the query alone, or build the "
+                "module with is_causal=False for cross-attention."
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim))
+        if is_self_attention:
+            query_mask = key_mask = both(query_mask, key_mask)
+        q = split_heads(self.q_proj(query), self.num_heads)
+        k = split_heads(self.k_proj(key), self.num_heads)
+        v = split_heads(self.v_proj(value), self.num_heads)
+        return q, k, v, query_mask, key_mask
+
+    def _join(self, result: Tensor) -> Tensor:
+        return self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+
+
+class FlowAttention(ProjectedAttention):
+    """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
+
+    Args: as for `ProjectedAttention`, and
+        variant: a FlowVariant or the name of one.
+
+    >>> attention = FlowAttention(32, 4, is_causal=True)
+    >>> x = torch.randn(2, 10, 32)
+    >>> whole = attention(x)
+    >>> _, state = attention(x[:, :9], state=attention.new_state(2))
+    >>> last, state = attention(x[:, 9:], state=state)
+    >>> torch.allclose(last, whole[:, 9:], atol=1e-6)
+    True
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, variant: FlowVariant | str = _DEFAULT, **options) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        self.variant = checks.variant(variant)
+        self._recorded: list[FlowMaps] | None = None
 
     def new_state(self, batch_size: int) -> FlowState:
         """The state of `batch_size` sequences that have not begun: pass it with the prompt, then with each token."""
@@ -114,39 +154,98 @@ class FlowAttention(nn.Module):
         Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
         no valid source, gives the bias of the output projection.
         """
-        if key is None and value is not None:
-            raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
-        is_self_attention = key is None or key is query
-        if self.is_causal and not is_self_attention:
-            raise ValueError(
-                "got a key of its own, but causal attention is self-attention. Pass the query alone, or build "
-                "FlowAttention with is_causal=False for cross-attention."
-            )
-        key = query if key is None else key
-        value = key if value is None else value
-        check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim))
-        if is_self_attention:
-            query_mask = key_mask = both(query_mask, key_mask)
-
-        q = split_heads(self.q_proj(query), self.num_heads)
-        k = split_heads(self.k_proj(key), self.num_heads)
-        v = split_heads(self.v_proj(value), self.num_heads)
-        if state is None:
-            result = flow_attention(
-                q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask, variant=self.variant
-            )
-        else:
+        q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
+        if state is not None:
             result, state = flow_attention_recurrent(q, k, v, state, key_mask=key_mask, variant=self.variant)
-        result = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
-        return result if state is None else (result, state)
+            return self._join(result), state
+        options: dict[str, Any] = {
+            "is_causal": self.is_causal,
+            "query_mask": query_mask,
+            "key_mask": key_mask,
+            "variant": self.variant,
+        }
+        if self._recorded is not None:
+            self._recorded.append(flow_maps(q, k, **options))
+        return self._join(flow_attention(q, k, v, **options))
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, is_causal={self.is_causal}, "
-            f"variant={self.variant}"
-        )
+        return f"{super().extra_repr()}, variant={self.variant}"
+
+
+class RivalAttention(ProjectedAttention):
+    """A rival attention of `flowformer.baselines` between the same projections.
+
+    Args: as for `ProjectedAttention`, and
+        name: of the rival, as `baselines.names` lists them.
+        max_length: the longest sequence, for rivals whose parameters depend on it.
+
+    >>> RivalAttention(32, 4, name="softmax")(torch.randn(2, 10, 32)).shape
+    torch.Size([2, 10, 32])
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, name: str, max_length: int | None = None, **options) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        self.mechanism = baselines.build(name, num_heads=num_heads, head_dim=self.head_dim, max_length=max_length)
+        weight = self.q_proj.weight
+        self.mechanism.to(device=weight.device, dtype=weight.dtype)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, with the shapes and masks of `FlowAttention.forward`."""
+        q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
+        result = self.mechanism(q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask)
+        return self._join(result)
+
+
+def build_attention(
+    name: str,
+    embed_dim: int,
+    num_heads: int,
+    *,
+    variant: FlowVariant | str = _DEFAULT,
+    max_length: int | None = None,
+    **options,
+) -> FlowAttention | RivalAttention:
+    """Flow-Attention, or the rival of that name in its place.
+
+    >>> type(build_attention("flow", 32, 4)).__name__, type(build_attention("linear", 32, 4)).__name__
+    ('FlowAttention', 'RivalAttention')
+    """
+    if name == "flow":
+        return FlowAttention(embed_dim, num_heads, variant=variant, **options)
+    return RivalAttention(embed_dim, num_heads, name=name, max_length=max_length, **options)
+
+
+@contextmanager
+def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
+    """Collects the maps of every Flow-Attention of a model, in the order they run.
+
+    >>> attention = FlowAttention(32, 4)
+    >>> with record_maps(attention) as maps:
+    ...     _ = attention(torch.randn(2, 10, 32))
+    >>> maps[0].competition.shape
+    torch.Size([2, 4, 10])
+    """
+    modules = [module for module in model.modules() if isinstance(module, FlowAttention)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no Flow-Attention, and other attentions have no flows to record.")
+    maps: list[FlowMaps] = []
+    for module in modules:
+        module._recorded = maps
+    try:
+        yield maps
+    finally:
+        for module in modules:
+            module._recorded = None
 
 
 def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:

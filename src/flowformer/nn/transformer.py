@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..ops import FlowState, FlowVariant
-from .attention import FlowAttention, sinks_apart
+from .attention import FlowAttention, RivalAttention, build_attention, sinks_apart
 
 _DEFAULT = FlowVariant()
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -78,15 +78,19 @@ class _Layer(nn.Module):
         norm_first: bool = True,
         attention_bias: bool = True,
         eps: float = 1e-5,
+        attention: str = "flow",
+        max_length: int | None = None,
         variant: FlowVariant | str = _DEFAULT,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.norm_first = norm_first
-        self.attention = FlowAttention(
+        self.attention = build_attention(
+            attention,
             embed_dim,
             num_heads,
+            max_length=max_length,
             head_dim=head_dim,
             bias=attention_bias,
             dropout=dropout,
@@ -127,6 +131,8 @@ class FlowEncoderLayer(_Layer):
         norm_first: x + f(norm(x)); False is norm(x + f(x)).
         attention_bias: whether the projections of the attention have a bias.
         eps: of the layer norms.
+        attention: "flow", or the name of a rival as `baselines.names` lists them.
+        max_length: the longest sequence, for rivals whose parameters depend on it.
 
     >>> FlowEncoderLayer(32, 4)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
@@ -164,50 +170,36 @@ class FlowDecoderLayer(_Layer):
         mlp_dim: int | None = None,
         *,
         memory_dim: int | None = None,
-        head_dim: int | None = None,
-        activation: str | Callable[[Tensor], Tensor] = "gelu",
-        dropout: float = 0.0,
-        activation_dropout: float | None = None,
-        norm_first: bool = True,
-        attention_bias: bool = True,
-        eps: float = 1e-5,
+        attention: str = "flow",
         variant: FlowVariant | str = _DEFAULT,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            mlp_dim,
-            head_dim=head_dim,
-            activation=activation,
-            dropout=dropout,
-            activation_dropout=activation_dropout,
-            norm_first=norm_first,
-            attention_bias=attention_bias,
-            eps=eps,
-            variant=variant,
-            device=device,
-            dtype=dtype,
-        )
-        self.cross_attention: FlowAttention | None = None
+        super().__init__(embed_dim, num_heads, mlp_dim, attention=attention, variant=variant, **options)
+        self.cross_attention: FlowAttention | RivalAttention | None = None
         if memory_dim is not None:
-            self.cross_attention = FlowAttention(
+            own = self.attention
+            factory: dict[str, Any] = {key: options.get(key) for key in ("device", "dtype")}
+            self.cross_attention = build_attention(
+                attention,
                 embed_dim,
                 num_heads,
                 kdim=memory_dim,
                 vdim=memory_dim,
-                head_dim=head_dim,
-                bias=attention_bias,
-                dropout=dropout,
+                head_dim=own.head_dim,
+                bias=own.q_proj.bias is not None,
+                dropout=own.dropout.p,
                 variant=sinks_apart(variant),
-                device=device,
-                dtype=dtype,
+                max_length=options.get("max_length"),
+                **factory,
             )
-            self.cross_norm = nn.LayerNorm(embed_dim, eps=eps, device=device, dtype=dtype)
+            self.cross_norm = nn.LayerNorm(embed_dim, eps=self.attention_norm.eps, **factory)
 
     def new_state(self, batch_size: int) -> FlowState:
         """The state of `batch_size` sequences that have not begun."""
+        if not isinstance(self.attention, FlowAttention):
+            raise NotImplementedError(
+                f"{self.attention.mechanism.name} attention has no state of constant size; run the whole sequence."
+            )
         return self.attention.new_state(batch_size)
 
     def forward(

@@ -1,0 +1,52 @@
+"""The Linear Transformer: φ(Q) (φ(K)ᵀV) / φ(Q) Σφ(K) with φ = elu + 1, and its running form for causal attention.
+
+Shapes: B batch, H heads, N queries, M keys, D features, E values, T chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.features import sum_dtype
+from .registry import Mechanism, register
+
+CHUNK = 64
+
+
+@register
+class LinearAttention(Mechanism):
+    """Linear attention (Katharopoulos et al., 2020).
+
+    >>> import torch
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> LinearAttention()(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "linear"
+    eps = 1e-6  # of the normaliser, as published
+
+    def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):
+        super().__init__()
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        dtype = sum_dtype(query)
+        q, k, v = F.elu(query.to(dtype)) + 1, F.elu(key.to(dtype)) + 1, value.to(dtype)
+        if key_mask is not None:
+            padding = ~key_mask[:, None, :, None]
+            k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        v = F.pad(v, (0, 1), value=1.0)  # the last column sums to the normaliser
+        product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
+        return (product[..., :-1] / (product[..., -1:] + self.eps)).to(query.dtype)
+
+
+def causal_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Σ_{s≤t} (q_t·k_s) v_s for q, k (B, H, N, D) and v (B, H, N, E), by chunks: no N × N and no N × D × E numbers."""
+    length = q.shape[2]
+    chunk = min(CHUNK, max(length, 1))
+    q, k, v = (F.pad(x, (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk)) for x in (q, k, v))  # (B, H, T, C, …)
+    memory = k.mT @ v
+    before = F.pad(memory.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    result = (q @ k.mT).tril() @ v + q @ before
+    return result.flatten(2, 3)[:, :, :length]

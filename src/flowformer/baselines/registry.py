@@ -1,0 +1,83 @@
+"""The registry of rival attentions: what each can do, and how to build one by name."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from ..ops.checks import attention_inputs, attention_masks, causal_lengths
+from ..ops.variant import nearest
+
+
+class Mechanism(nn.Module):
+    """An attention between projected heads; a subclass says what it can do and computes it in `attend`.
+
+    Shapes are those of `flow_attention`: query (B, H, N, D), key (B, H, M, D), value (B, H, M, E), masks (B, N) and
+    (B, M) bool, True = takes part. A query that is masked, or has no valid source, gives 0.
+    """
+
+    name: ClassVar[str]
+    causal: ClassVar[bool] = True
+    masks: ClassVar[bool] = True
+    cross: ClassVar[bool] = True  # queries and keys may be of different number
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        query, key, value = attention_inputs(query, key, value, enable_gqa=False)
+        attention_masks(query, key, query_mask, key_mask)
+        if is_causal:
+            causal_lengths(query, key)
+        wanted = {"causal": is_causal, "masks": query_mask is not None or key_mask is not None}
+        wanted["cross"] = query.shape[2] != key.shape[2]
+        missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
+        if missing:
+            raise NotImplementedError(f"{self.name} attention does not support: {', '.join(missing)}.")
+        result = self.attend(query, key, value, is_causal, query_mask, key_mask)
+        return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        """The result, (B, H, N, E); rows that are masked may hold anything finite."""
+        raise NotImplementedError
+
+
+_REGISTRY: dict[str, type[Mechanism]] = {}
+_M = TypeVar("_M", bound=type[Mechanism])
+
+
+def register(mechanism: _M) -> _M:
+    _REGISTRY[mechanism.name] = mechanism
+    return mechanism
+
+
+def names() -> list[str]:
+    """What `build` accepts.
+
+    >>> "softmax" in names()
+    True
+    """
+    return sorted(_REGISTRY)
+
+
+def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **options) -> Mechanism:
+    """A rival attention by name.
+
+    Args:
+        num_heads, head_dim: H and D, for those with parameters.
+        max_length: the longest sequence, for those whose parameters depend on it.
+        options: of the mechanism.
+
+    >>> build("softmax", num_heads=4, head_dim=8).name
+    'softmax'
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: flow, {', '.join(names())}.")
+    return _REGISTRY[name](num_heads=num_heads, head_dim=head_dim, max_length=max_length, **options)

@@ -1,0 +1,35 @@
+"""Softmax attention: softmax(QKᵀ/√d) V, what every other mechanism is measured against. Quadratic in time."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .registry import Mechanism, register
+
+
+@register
+class SoftmaxAttention(Mechanism):
+    """`F.scaled_dot_product_attention` with the masks of this package.
+
+    >>> import torch
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> torch.equal(SoftmaxAttention()(x, x, x), F.scaled_dot_product_attention(x, x, x))
+    True
+    """
+
+    name = "softmax"
+
+    def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):
+        super().__init__()
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        if key_mask is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+        if is_causal:
+            seen = seen.tril()
+        # a row that sees nothing would be NaN: let it see everything, then empty it
+        empty = ~seen.any(-1, keepdim=True)
+        value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        return F.scaled_dot_product_attention(query, key, value, seen | empty).masked_fill(empty, 0)

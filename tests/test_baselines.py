@@ -1,0 +1,114 @@
+"""Every rival attention: equal to its dense formula, and the laws that it claims to keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_inputs, relative_error, with_gradients
+
+from flowformer import baselines, nn
+
+
+def dense_softmax(q, k, v, seen):
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def dense_linear(q, k, v, seen):
+    weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).masked_fill(~seen, 0)
+    return weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+
+
+DENSE = {"softmax": dense_softmax, "linear": dense_linear}
+HEADS, DIM = 3, 4
+
+
+def build(name):
+    return baselines.build(name, num_heads=HEADS, head_dim=DIM, max_length=256).double()
+
+
+def seen_by(inputs, is_causal, key_mask=None):
+    seen = torch.ones(inputs[0].shape[2], inputs[1].shape[2], dtype=torch.bool)
+    seen = seen.tril() if is_causal else seen
+    return seen if key_mask is None else seen & key_mask[:, None, None, :]
+
+
+def test_every_rival_has_a_dense_formula():
+    assert set(DENSE) == set(baselines.names())
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("name", baselines.names())
+def test_equals_the_dense_formula(name, length, is_causal):
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=length)
+    ours = with_gradients(lambda *x: build(name)(*x, is_causal=is_causal), inputs)
+    dense = with_gradients(lambda *x: DENSE[name](*x, seen_by(inputs, is_causal)), inputs)
+    for value, truth in zip(ours, dense, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", baselines.names())
+def test_cross_attention(name):
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
+    assert relative_error(build(name)(*inputs), DENSE[name](*inputs, seen_by(inputs, False))) < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("name", baselines.names())
+def test_padded_is_alone(name, is_causal):
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=9)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 6:] = mask[1, :4] = False
+    padded = [x.masked_fill(~mask[:, None, :, None], 100.0) for x in inputs]
+    result = build(name)(*padded, is_causal=is_causal, query_mask=mask, key_mask=mask)
+    for row in range(2):
+        alone = build(name)(*(x[row : row + 1, :, mask[row]] for x in inputs), is_causal=is_causal)
+        assert relative_error(result[row, :, mask[row]], alone[0]) < 1e-12
+        assert (result[row, :, ~mask[row]] == 0).all()
+
+
+@pytest.mark.parametrize("name", baselines.names())
+def test_no_source_gives_zero(name):
+    inputs = [x.requires_grad_() for x in random_inputs(heads=HEADS, dim=DIM)]
+    key_mask = torch.zeros(2, 9, dtype=torch.bool)
+    key_mask[0, 3] = True
+    result = build(name)(*inputs, key_mask=key_mask)
+    assert (result[1] == 0).all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(result.sum(), inputs))
+
+
+@pytest.mark.parametrize("name", baselines.names())
+def test_causal_does_not_leak(name):
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=80)
+    changed = [torch.cat([x[:, :, :40], torch.randn_like(x[:, :, 40:])], 2) for x in inputs]
+    ours, theirs = (build(name)(*x, is_causal=True)[:, :, :40] for x in (inputs, changed))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", baselines.names())
+def test_takes_the_place_of_flow_attention(name):
+    layer = nn.FlowEncoderLayer(24, 4, attention=name, max_length=16)
+    x = torch.randn(2, 10, 24, requires_grad=True)
+    layer(x, torch.ones(2, 10, dtype=torch.bool)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    decoder = nn.FlowDecoderLayer(24, 4, attention=name, memory_dim=8, max_length=16)
+    assert decoder(x, torch.randn(2, 5, 8)).shape == x.shape
+    with pytest.raises(NotImplementedError, match=f"{name} attention has no state"):
+        decoder.new_state(2)
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match=r"unknown attention 'softmx' \(did you mean 'softmax'\?\); accepted: flow, "):
+        nn.build_attention("softmx", 24, 4)
+
+
+def test_what_a_rival_cannot_do_is_an_error():
+    class Limited(baselines.SoftmaxAttention):
+        name, causal, masks, cross = "limited", False, False, False
+
+    q, k, v = random_inputs(sinks=5, sources=7)
+    with pytest.raises(NotImplementedError, match="limited attention does not support: masks, cross"):
+        Limited()(q, k, v, key_mask=torch.ones(2, 7, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="limited attention does not support: causal"):
+        Limited()(k, k, v, is_causal=True)
