@@ -67,6 +67,13 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def get(name: str) -> type[Mechanism]:
+    """The class of a rival attention, which says what it can do."""
+    if name not in _REGISTRY:
+        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: flow, {', '.join(names())}.")
+    return _REGISTRY[name]
+
+
 def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **options) -> Mechanism:
     """A rival attention by name.
 
@@ -78,6 +85,4 @@ def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = 
     >>> build("softmax", num_heads=4, head_dim=8).name
     'softmax'
     """
-    if name not in _REGISTRY:
-        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: flow, {', '.join(names())}.")
-    return _REGISTRY[name](num_heads=num_heads, head_dim=head_dim, max_length=max_length, **options)
+    return get(name)(num_heads=num_heads, head_dim=head_dim, max_length=max_length, **options)
