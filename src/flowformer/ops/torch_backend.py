@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import torch_bidirectional, torch_causal
+from . import torch_bidirectional, torch_causal, torch_decode
 from .features import feature_gradient_, features, sum_dtype, valid_values
 from .torch_bidirectional import Flows
 from .torch_causal import State
@@ -23,9 +23,11 @@ from .variant import FlowVariant
 # numbers of one tensor that a block holds at most: what a CPU's cache likes, and what keeps another device busy
 BLOCK = {"cpu": 2**19}
 DEVICE_BLOCK = 2**26
-# into which a short input is cut too: what a block needs stays a fraction of the input
+# parts into which an input is cut even if it fits, so that what a block needs stays a fraction of it, unless the block
+# would be so small that overhead is all there is
 BIDIRECTIONAL_PARTS = 4
 CAUSAL_PARTS = 8
+SMALL_BLOCK = 2**15
 CHUNK = 64  # tokens that meet in one C × C product
 SEGMENT = 1024  # tokens between two states that are kept for the backward pass
 
@@ -70,6 +72,11 @@ def causal(query, key, value, mask, state: State, scale: float, variant: FlowVar
             for kept, part in zip(starts, carried, strict=True):
                 block.put_sinks(kept[index], part)
             q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+            if query.shape[2] == 1:
+                token = None if valid is None else valid[:, 0, 0]
+                out, carried = torch_decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant)
+                block.put_sinks(result, out)
+                continue
             position = segment.position(valid, carried)
             out, carried = torch_causal.forward(q, k, v, position, valid, carried, variant)
             block.put_sinks(result[:, :, segment.tokens], segment.join(out))
@@ -192,7 +199,7 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, length: int, parts: int) 
     shared = query.shape[1] // max(heads, 1)
     size = length * max(query.shape[3], value.shape[3])
     block = BLOCK.get(query.device.type, DEVICE_BLOCK)
-    fitting = max(1, min(block // max(size, 1), batch * heads // parts))
+    fitting = max(1, min(block // max(size, 1), max(batch * heads // parts, SMALL_BLOCK // max(size, 1))))
     rows, width = (fitting // heads, heads) if fitting >= heads > 0 else (1, fitting)
     for row in range(0, batch, rows):
         for head in range(0, heads, width):

@@ -130,7 +130,8 @@ def backward(grad, q, k, v, position, valid, state: State, grad_state: State, va
     grad_competition = (shared * received[..., None]).sum(-2) + (kept * v).sum(-1)
     weights = received[..., None] * s.competition[..., None, :]
     grad_v = (s.lower * weights).mT @ grad + kept * s.competition[..., None]
-    del shared, kept  # each as large as an input
+    grad_products *= weights
+    del shared, kept, weights  # each as large as an input
 
     grad_outgoing, grad_log_outgoing = _competition_gradient(grad_competition, s, valid, state, grad_state, variant)
     grad_allocation = taken * inverse_in / position
@@ -152,7 +153,6 @@ def backward(grad, q, k, v, position, valid, state: State, grad_state: State, va
 
     ones = torch.ones_like(flow_in)
     triangle = grad_products.new_ones(grad_products.shape[-2:])
-    grad_products *= weights
     grad_products += _outer([conserved_in, flow_in], [inverse_out, ones])
     grad_products *= triangle.tril()
     grad_products += _outer([inverse_in, ones], [conserved_out, flow_out]) * triangle.triu()

@@ -1,0 +1,66 @@
+"""One token of causal Flow-Attention: `torch_causal.py` without its chunks, since a step is all overhead.
+
+Shapes: G heads, D features, E values. The state is that of `reference.py`, one row a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .torch_causal import State
+from .variant import FlowVariant
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant):
+    """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
+    sums, memory, scalars = state
+    count, log_outgoing, log_incoming = scalars.unbind(-1)
+    tokens = count + (1 if valid is None else valid)
+    position = tokens.clamp_min(1)  # D
+
+    # sinks and sources are treated alike: Σk and Σq give I and O, then Σk/O and Σq/I give Î and Ô
+    sink_and_source, source_and_sink = torch.stack([q, k], 1), torch.stack([k, q], 1)  # (G, 2, D)
+    raised, eps = sink_and_source + variant.eps, variant.eps
+
+    def flows(total: Tensor) -> Tensor:
+        return ((raised * (total + eps)).sum(-1) + variant.flow_eps) / position[:, None]
+
+    totals = sums[:, :2] + source_and_sink
+    inverse = flows(totals).reciprocal()  # 1/I, 1/O
+    conserved_totals = sums[:, 2:] + source_and_sink * inverse.flip(-1)[..., None]
+    conserved_incoming, conserved_outgoing = flows(conserved_totals).unbind(-1)
+
+    bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    match variant.competition:
+        case "softmax":
+            competition, log_outgoing = _share(bounded, log_outgoing, count, valid)
+            competition = competition * position
+        case "sigmoid":
+            competition = bounded.sigmoid()
+        case "none":
+            competition = torch.ones_like(bounded)
+    match variant.allocation:
+        case "sigmoid":
+            allocation = conserved_incoming.sigmoid()
+        case "softmax":
+            allocation, log_incoming = _share(conserved_incoming, log_incoming, count, valid)
+            allocation = allocation * position
+        case "none":
+            allocation = torch.ones_like(conserved_incoming)
+    if valid is not None:
+        allocation = allocation.masked_fill(~valid, 0)
+
+    memory = torch.baddbmm(memory, (k * competition[:, None])[..., None], v[:, None])
+    received = allocation * inverse[:, 0] / position
+    result = torch.bmm(q[:, None], memory)[:, 0] * received[:, None]
+    state = torch.cat([totals, conserved_totals], 1), memory, torch.stack([tokens, log_outgoing, log_incoming], -1)
+    return result, state
+
+
+def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """exp(flow) / Σ exp(flow) up to this token, and the logarithm of that sum, which a masked token leaves as it is."""
+    # whatever a state of nothing says
+    log_sum = torch.where(count > 0, log_sum, -torch.inf)
+    total = torch.logaddexp(log_sum, flow)
+    return (flow - total).exp(), total if valid is None else torch.where(valid, total, log_sum)
