@@ -67,7 +67,8 @@ class TestImport:
             )
             return float(result.stdout)
 
-        assert min(milliseconds() for _ in range(3)) < 50
+        # a busy machine makes some of the runs slow, and none of them fast
+        assert any(milliseconds() < 50 for _ in range(8))
 
 
 class TestNames:
