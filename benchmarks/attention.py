@@ -1,12 +1,13 @@
-"""Time and memory of Flow-Attention beside the authors' formulation and softmax attention, all in one run.
+"""Time and memory of Flow-Attention beside the authors' formulation and other attentions, all in one run.
 
     python benchmarks/attention.py                          # what the README states, on this machine
-    python benchmarks/attention.py --lengths 512 65536 --kinds causal --csv times.csv
+    python benchmarks/attention.py --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
 
 First every contestant is checked against the float64 reference. Then all of them take turns, so that whatever else the
 machine does hits each alike: median time with the 20th and 80th percentile, and peak memory above the inputs and, for
-forward+backward, their gradients; then how many times faster ours is. Last, what a token costs to decode early and late
-in a sequence.
+forward+backward, their gradients; then how many times faster ours is. On a GPU the floor, the time that the least
+possible memory traffic takes, is a contestant too, and so is flash-linear-attention where it is installed. Last, what a
+token costs to decode early and late in a sequence.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 # the profiler that counts memory otherwise logs each of its starts
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -35,6 +38,11 @@ from flowformer import FlowVariant, __version__, flow_attention, flow_attention_
 from flowformer.ops import reference
 
 KINDS = ("bidirectional", "causal")
+# on a CPU, and on a GPU
+SHAPES = (
+    ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
+    ["B32H8N1024d64", "B32H8N4096d64", "B8H16N2048d64", "B4H16N16384d64", "B1H16N262144d64", "B32H16N3136d8"],
+)
 # Algorithms 1 and 2 to the letter, so that everybody computes the same thing
 VARIANT = FlowVariant.named("paper")
 EPS = VARIANT.eps
@@ -94,6 +102,28 @@ def contestants(kind: str, backends: list[str]) -> list[Contestant]:
         Contestant("authors eager", AUTHORS[kind], footprint=footprint["authors"]),
         Contestant("authors compiled", torch.compile(AUTHORS[kind], dynamic=False), footprint=footprint["authors"]),
         Contestant("sdpa", partial(F.scaled_dot_product_attention, is_causal=is_causal), is_flow=False),
+        *(fla_contestants() if is_causal and torch.cuda.is_available() else []),
+    ]
+
+
+def fla_contestants() -> list[Contestant]:
+    """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn, fused_chunk_linear_attn
+    except ImportError:
+        return []
+
+    def by_tokens(function):
+        # fla keeps (B, N, H, D); contiguous inputs are laid out so beforehand, at no cost to it
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.view(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+            return function(q, k, v, normalize=False)[0].view(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+        return call
+
+    return [
+        Contestant("fla chunk", by_tokens(chunk_linear_attn), is_flow=False),
+        Contestant("fla fused", by_tokens(fused_chunk_linear_attn), is_flow=False),
     ]
 
 
@@ -101,7 +131,7 @@ def contestants(kind: str, backends: list[str]) -> list[Contestant]:
 class Row:
     kind: str
     contestant: str
-    length: int
+    shape: str
     forward_ms: float
     forward_p20: float
     forward_p80: float
@@ -110,6 +140,23 @@ class Row:
     both_p80: float
     forward_tensors: float  # peak memory above the inputs, in tensors of the size of an input
     both_tensors: float  # likewise above the inputs and their gradients
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    length: int
+    dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        match = re.fullmatch(r"B(\d+)H(\d+)N(\d+)d(\d+)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"a shape looks like B2H8N4096d64, got {text!r}")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"B{self.batch} H{self.heads} N{self.length} d{self.dim}"
 
 
 def inputs(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -186,11 +233,10 @@ def percentiles(times: list[float]) -> tuple[float, float, float]:
     return statistics.median(times), fifths[0], fifths[-1]
 
 
-def measure(kind, field: list[Contestant], length: int, options) -> list[Row]:
-    shape = (options.batch, options.heads, length, options.dim)
+def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[Row]:
     dtype, device = getattr(torch, options.dtype), options.device
-    size = options.batch * options.heads * length * dtype.itemsize
-    field = [each for each in field if size * each.footprint(length, options.dim) <= options.memory * 2**30 / 8]
+    size = shape.batch * shape.heads * shape.length * dtype.itemsize
+    field = [each for each in field if size * each.footprint(shape.length, shape.dim) <= options.memory * 2**30 / 8]
     tensors = inputs(shape, device, dtype)
     runs = [(each, step) for each in field for step in (forward, forward_backward)]
     peaks = {}
@@ -207,11 +253,11 @@ def measure(kind, field: list[Contestant], length: int, options) -> list[Row]:
         if done >= 5 and time.perf_counter() - started > options.seconds:
             break
     tensor = tensors[0].nbytes
-    return [
+    rows = [
         Row(
             kind,
             each.name,
-            length,
+            str(shape),
             *percentiles(times[each.name, forward]),
             *percentiles(times[each.name, forward_backward]),
             peaks[each.name, forward] / tensor,
@@ -219,12 +265,21 @@ def measure(kind, field: list[Contestant], length: int, options) -> list[Row]:
         )
         for each in field
     ]
+    return rows if device == "cpu" else [*rows, floor(kind, shape, tensors)]
+
+
+def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
+    """The time of reading Q, K, V and writing R once; backward reads those and dR, and writes three gradients."""
+    source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copies = [milliseconds(lambda: target.copy_(source), "cuda") for _ in range(12)]
+    transfer = statistics.median(copies[2:]) * tensors[0].nbytes / (2 * source.nbytes)
+    return Row(kind, "floor", str(shape), *[4 * transfer] * 3, *[11 * transfer] * 3, 1.0, 1.0)
 
 
 def decode(options) -> dict[str, float]:
     """What one token costs after few and after many, and how far 1,000 steps end from one parallel run."""
     dtype, device = getattr(torch, options.dtype), options.device
-    step = (options.batch, options.heads, 1, options.dim)
+    step = (*options.shapes[0][:2], 1, options.shapes[0].dim)
     states = {}
     for past in (10, 100_000):
         # the state does not know how it was reached: short pieces spare the memory of a long prompt
@@ -252,11 +307,11 @@ def decode(options) -> dict[str, float]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'':34}{'forward ms':>24}{'forward+backward ms':>28}{'peak memory, in inputs':>26}"]
+    lines = [f"{'':48}{'forward ms':12}{'':12}{'forward+backward ms':28}peak memory, in inputs"]
     for row in rows:
         lines.append(
-            f"{row.kind:14}{row.length:>7} {row.contestant:16}"
-            f"{row.forward_ms:8.2f} ({row.forward_p20:.2f}–{row.forward_p80:.2f})".ljust(62)
+            f"{row.kind:14} {row.shape:20} {row.contestant:16}"
+            f"{row.forward_ms:8.2f} ({row.forward_p20:.2f}–{row.forward_p80:.2f})".ljust(72)
             + f"{row.both_ms:8.2f} ({row.both_p20:.2f}–{row.both_p80:.2f})".ljust(28)
             + f"{row.forward_tensors:8.2f} {row.both_tensors:8.2f}"
         )
@@ -264,10 +319,10 @@ def table(rows: list[Row]) -> str:
 
 
 def speedups(rows: list[Row], backend: str) -> str:
-    """How many times the forward+backward of each rival takes that of ours."""
-    ours, *rivals = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
-    times = ", ".join(f"{rival.both_ms / ours.both_ms:.1f}× {rival.contestant}" for rival in rivals)
-    return f"{ours.kind}, {ours.length} tokens, forward+backward: {ours.contestant} is {times}"
+    """How many times our forward+backward the others take."""
+    ours, *others = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
+    times = ", ".join(f"{other.both_ms / ours.both_ms:.2f}× {other.contestant}" for other in others)
+    return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is as fast as {times}"
 
 
 def machine(options) -> dict[str, str]:
@@ -281,7 +336,7 @@ def machine(options) -> dict[str, str]:
         "torch": torch.__version__,
         "flowformer": __version__,
         "commit": commit or "unknown",
-        "shape": f"B{options.batch} H{options.heads} d{options.dim} {options.dtype}",
+        "dtype": options.dtype,
     }
 
 
@@ -298,10 +353,7 @@ def parse(arguments: list[str] | None = None):
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 16384])
+    parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=list(map(Shape.parse, SHAPES[has_cuda])))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
     parser.add_argument("--repeats", type=int, default=25, help="times each contestant runs at each length")
@@ -318,10 +370,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = []
     for kind in options.kinds:
         field = contestants(kind, options.backends)
-        check(kind, field, options.heads, options.dim, options.device, getattr(torch, options.dtype))
-        for length in options.lengths:
+        for shape in options.shapes:
             torch.compiler.reset()
-            measured = measure(kind, field, length, options)
+            check(kind, field, shape.heads, shape.dim, options.device, getattr(torch, options.dtype))
+            measured = measure(kind, field, shape, options)
             print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
             rows += measured
     for name, value in decode(options).items():

@@ -150,7 +150,9 @@ def differentiate(operator, *args) -> tuple[Tensor, ...]:
     torch's once_differentiable treats them as constants, silently, where the inputs need a second derivative but the
     cotangent does not.
     """
-    return operator(*args) if torch.compiler.is_compiling() else _Once.apply(operator, *args)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return operator(*args)
+    return _Once.apply(operator, *args)
 
 
 class _Bidirectional(torch.autograd.Function):
