@@ -26,7 +26,7 @@ CAUSAL = [name for name in baselines.names() if baselines.registry.get(name).cau
 
 
 def build(name):
-    return baselines.build(name, num_heads=HEADS, head_dim=DIM, max_length=256).double()
+    return baselines.build(name, num_heads=HEADS, head_dim=DIM, max_length=256).double().eval()
 
 
 def seen_by(inputs, is_causal, key_mask=None):
@@ -83,7 +83,8 @@ def test_causal_does_not_leak(name):
     inputs = random_inputs(heads=HEADS, dim=DIM, sinks=80)
     changed = [torch.cat([x[:, :, :40], torch.randn_like(x[:, :, 40:])], 2) for x in inputs]
     ours, theirs = (build(name)(*x, is_causal=True)[:, :, :40] for x in (inputs, changed))
-    assert torch.equal(ours, theirs)
+    # later tokens may change the order of a sum, as they do where Reformer sorts, but not what is summed
+    assert relative_error(ours, theirs) < 1e-14
 
 
 @pytest.mark.parametrize("name", baselines.names())

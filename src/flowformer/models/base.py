@@ -1,0 +1,108 @@
+"""What the models share: a frozen config, a folder to save to and load from, checkpointed layers, recorded maps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..nn import record_maps
+from ..ops import FlowMaps, FlowVariant
+from ..ops.variant import nearest
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class FlowModel(nn.Module):
+    """A model built from a frozen dataclass, `config_class`.
+
+    `gradient_checkpointing = True` makes training keep the inputs of each layer only and compute the rest again in the
+    backward pass.
+    """
+
+    config_class: ClassVar[type]
+    config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if not isinstance(config, self.config_class):
+            raise TypeError(f"{type(self).__name__} takes a {self.config_class.__name__}, got {type(config).__name__}.")
+        self.config = config
+        self.gradient_checkpointing = False
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors into a folder, made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        _safetensors().save_model(self, str(folder / WEIGHTS_FILE))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
+        """The model that `save_pretrained` wrote to a folder, in evaluation mode, in the dtype it was saved in."""
+        folder = Path(folder)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} has no {name}; accepted: a folder that save_pretrained wrote.")
+        fields = json.loads((folder / CONFIG_FILE).read_text())
+        saved = fields.pop("model", None)
+        if saved != cls.__name__:
+            raise ValueError(f"{folder} holds a {saved}, not a {cls.__name__}. Load it with {saved}.from_pretrained.")
+        weights = _safetensors().load_file(str(folder / WEIGHTS_FILE), device=str(device))
+        dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+        model = cls(config_from(cls.config_class, fields)).to(device)
+        if len(dtypes) == 1:
+            model.to(dtypes.pop())
+        _safetensors().load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
+        return model.eval()
+
+    def num_parameters(self, *, trainable: bool = False) -> int:
+        """How many numbers the parameters hold, tied ones counted once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable)
+
+    def _layer(self, layer: nn.Module, *args, **kwargs):
+        """layer(*args), computed again in the backward pass if gradient checkpointing is on."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+        return layer(*args, **kwargs)
+
+    def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:
+        """The output, and the maps of each layer."""
+        # a layer that runs again in the backward pass would record nothing, and so not be the same layer
+        checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, False
+        try:
+            with record_maps(self) as maps:
+                return self(*args, **kwargs), maps
+        finally:
+            self.gradient_checkpointing = checkpointing
+
+
+def config_from(config_class: type, fields: dict[str, Any]) -> Any:
+    """A config from plain values, as JSON holds them; an unknown name is an error that says the nearest right one."""
+    known = {field.name: field for field in dataclasses.fields(config_class)}
+    for name in fields:
+        if name not in known:
+            raise ValueError(
+                f"{config_class.__name__} has no {name!r}{nearest(name, known)}; accepted: {', '.join(known)}."
+            )
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name == "variant" and isinstance(value, dict):
+            value = FlowVariant(**value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return config_class(**values)
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("saving and loading models needs safetensors: pip install 'flowformer[hf]'.") from error
+    return safetensors.torch

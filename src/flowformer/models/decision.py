@@ -1,0 +1,327 @@
+"""The Decision Flowformer: offline reinforcement learning as prediction of actions from returns, states and actions.
+
+A step of a trajectory is three tokens: the return still to be had (return-to-go), the state, and the action. The action
+is read where the state is, which sees all before it. Returns and states are expected as the model was trained on them:
+the paper divides returns by 1000 and standardises states.
+
+Shapes: B trajectories, T steps, S numbers of a state, A of an action, W width (embed_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, token_positions
+from ..ops import FlowState, FlowVariant
+from .base import FlowModel
+
+_DEFAULT = FlowVariant()
+
+
+@dataclass(frozen=True)
+class DecisionConfig:
+    """A Decision Flowformer; the defaults are the paper's.
+
+    Args:
+        state_dim, action_dim: S and A.
+        num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
+        window: how many steps the paper trains on and looks back at; for rivals whose parameters depend on it.
+        max_timestep: how many steps an episode may have.
+        bounded_actions: whether actions lie in [-1, 1] and end in a tanh.
+        predict_all: also predict the next state and return, with heads that the paper has but does not train.
+        dropout: on the embeddings, and on the results of attention and feed-forward networks.
+        attention: "flow", or the name of a rival as `baselines.names` lists them.
+        variant: the reading of Flow-Attention.
+    """
+
+    state_dim: int
+    action_dim: int
+    num_layers: int = 3
+    embed_dim: int = 256
+    num_heads: int = 4
+    mlp_dim: int = 1024
+    window: int = 20
+    max_timestep: int = 1000
+    bounded_actions: bool = True
+    predict_all: bool = False
+    dropout: float = 0.1
+    attention: str = "flow"
+    variant: FlowVariant = _DEFAULT
+
+    def __post_init__(self) -> None:
+        for name in ("state_dim", "action_dim", "num_layers", "window", "max_timestep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+
+
+# the environments of D4RL's Gym tasks
+PRESETS = {
+    "hopper": DecisionConfig(state_dim=11, action_dim=3),
+    "halfcheetah": DecisionConfig(state_dim=17, action_dim=6),
+    "walker2d": DecisionConfig(state_dim=17, action_dim=6),
+}
+
+
+class Predictions(NamedTuple):
+    action: Tensor  # (B, T, A), of each step from its return, its state and what was before
+    state: Tensor | None  # (B, T, S), of the step after; None unless config.predict_all
+    return_to_go: Tensor | None  # (B, T), likewise
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentRollout:
+    """What `act` carries from step to step: everything seen, in a state of constant size.
+
+    `action` (B, A) is the action of the step before, and `timestep` (B,) counts the steps taken. To take another action
+    than the model's, put it in with dataclasses.replace(rollout, action=…).
+    """
+
+    flow_states: list[FlowState]
+    action: Tensor
+    timestep: Tensor
+
+    def reset(self, rows: Tensor) -> RecurrentRollout:
+        """Begin anew where `rows` (B,) bool is True, as after the end of an episode."""
+        return RecurrentRollout(
+            [state.zero_rows(rows) for state in self.flow_states], self.action, self.timestep.masked_fill(rows, 0)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WindowRollout:
+    """What `act` carries from step to step: the last steps, the latest at the end, as in the paper.
+
+    `trajectory` holds returns, states and actions as `forward` takes them, `mask` (B, T) which of the steps were taken,
+    `action` and `timestep` are as in `RecurrentRollout`.
+    """
+
+    trajectory: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor
+    action: Tensor
+    timestep: Tensor
+
+    def reset(self, rows: Tensor) -> WindowRollout:
+        """Begin anew where `rows` (B,) bool is True, as after the end of an episode."""
+        mask = self.mask & ~rows[:, None]
+        return WindowRollout(self.trajectory, mask, self.action, self.timestep.masked_fill(rows, 0))
+
+
+class FlowformerDecision(FlowModel):
+    """Pre-norm decoder layers over the tokens of a trajectory.
+
+    >>> model = FlowformerDecision(DecisionConfig(state_dim=4, action_dim=2, embed_dim=16, num_heads=2)).eval()
+    >>> model(torch.zeros(3, 5), torch.randn(3, 5, 4), torch.randn(3, 5, 2)).action.shape
+    torch.Size([3, 5, 2])
+    >>> rollout = model.new_rollout(3)
+    >>> action, rollout = model.act(torch.ones(3), torch.randn(3, 4), rollout)
+    >>> action.shape, rollout.timestep.tolist()
+    (torch.Size([3, 2]), [1, 1, 1])
+    """
+
+    config_class = DecisionConfig
+    config: DecisionConfig
+
+    def __init__(self, config: DecisionConfig) -> None:
+        super().__init__(config)
+        width = config.embed_dim
+        self.return_embedding = nn.Linear(1, width)
+        self.state_embedding = nn.Linear(config.state_dim, width)
+        self.action_embedding = nn.Linear(config.action_dim, width)
+        self.timesteps = LearnedPositions(config.max_timestep, width, std=1.0)
+        self.embedding_norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.decoder = FlowDecoder(
+            FlowDecoderLayer(
+                width,
+                config.num_heads,
+                config.mlp_dim,
+                activation="relu",
+                dropout=config.dropout,
+                activation_dropout=0.0,
+                attention=config.attention,
+                max_length=3 * config.window,
+                variant=config.variant,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.action_head = nn.Linear(width, config.action_dim)
+        self.state_head = nn.Linear(width, config.state_dim) if config.predict_all else None
+        self.return_head = nn.Linear(width, 1) if config.predict_all else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The published initialisation: that of GPT-2 for the layers, PyTorch's for embeddings and heads."""
+        for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
+            attention, mlp = layer.attention, layer.mlp
+            projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
+            for linear in [*projections, mlp.linear1, mlp.linear2]:
+                nn.init.normal_(linear.weight, std=0.02)
+                nn.init.zeros_(linear.bias)
+
+    def forward(
+        self,
+        returns_to_go: Tensor,
+        states: Tensor,
+        actions: Tensor,
+        timesteps: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        return_maps: bool = False,
+    ):
+        """Predict the actions of trajectories, each from its return, its state and the steps before.
+
+        Args:
+            returns_to_go: (B, T).
+            states, actions: (B, T, S) and (B, T, A).
+            timesteps: (B, T) integers, the step of the episode; None counts from 0 at the first step that is there.
+            mask: (B, T) bool, True = a step; padding on either side.
+            return_maps: also return the flows of each layer, for 3 T tokens.
+
+        Returns: Predictions, and with return_maps a list of FlowMaps.
+        """
+        if return_maps:
+            return self._with_maps(returns_to_go, states, actions, timesteps, mask)
+        self._check(returns_to_go, states, actions, mask)
+        if timesteps is None:
+            timesteps = token_positions(torch.ones_like(returns_to_go, dtype=torch.bool) if mask is None else mask)
+        x = self._embed(returns_to_go, states, actions, timesteps.repeat_interleave(3, 1))
+        x, _ = self._decode(x, None if mask is None else mask.repeat_interleave(3, 1), None)
+        _, at_state, at_action = x.unflatten(1, (-1, 3)).unbind(2)  # (B, T, W)
+        return Predictions(
+            self._action(at_state),
+            None if self.state_head is None else self.state_head(at_action),
+            None if self.return_head is None else self.return_head(at_action)[..., 0],
+        )
+
+    def loss(
+        self,
+        returns_to_go: Tensor,
+        states: Tensor,
+        actions: Tensor,
+        timesteps: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Mean squared error of the actions, over the steps that are there; 0 if there are none. Args: as `forward`."""
+        error = (self(returns_to_go, states, actions, timesteps, mask).action - actions).square()
+        if mask is None:
+            return error.mean()
+        total = error.masked_fill(~mask[..., None], 0).sum()
+        return total / (mask.sum() * self.config.action_dim).clamp_min(1)
+
+    def new_rollout(self, batch_size: int, *, window: int | None = None) -> RecurrentRollout | WindowRollout:
+        """What `act` begins with, for `batch_size` episodes.
+
+        Args:
+            window: None carries a state: constant cost a step, and the whole episode is seen. A number keeps as many
+                steps and runs over them all, as the paper does with 20. Both give the same actions until the window is
+                full; from then on, a model trained on windows only has not learnt to use the longer past.
+        """
+        weight = self.action_head.weight
+        action = weight.new_zeros(batch_size, self.config.action_dim)
+        timestep = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        if window is None:
+            if self.config.attention != "flow":
+                raise NotImplementedError(
+                    f"{self.config.attention} attention has no state to carry. Pass window={self.config.window} to run "
+                    'over the last steps each time, or use attention="flow".'
+                )
+            return RecurrentRollout(self.decoder.new_states(batch_size), action, timestep)
+        if window < 1:
+            raise ValueError(f"window must be positive, or None for the recurrent state, got {window}.")
+        trajectory = (
+            weight.new_zeros(batch_size, window),
+            weight.new_zeros(batch_size, window, self.config.state_dim),
+            weight.new_zeros(batch_size, window, self.config.action_dim),
+        )
+        mask = torch.zeros(batch_size, window, dtype=torch.bool, device=weight.device)
+        return WindowRollout(trajectory, mask, action, timestep)
+
+    @torch.no_grad()
+    def act(self, return_to_go: Tensor, state: Tensor, rollout: RecurrentRollout | WindowRollout):
+        """One action for each environment.
+
+        Args:
+            return_to_go: (B,), what is still wanted: the target less the rewards so far.
+            state: (B, S).
+            rollout: of `new_rollout`, of the call before, or of its `reset`. It is not changed.
+
+        Returns: the actions (B, A) and the rollout for the next step. Dropout is on unless the model is in evaluation
+        mode.
+        """
+        batch = len(rollout.timestep)
+        accepted = (batch,), (batch, self.config.state_dim)
+        if (tuple(return_to_go.shape), tuple(state.shape)) != accepted:
+            raise ValueError(
+                f"a rollout of {batch} episodes takes returns and states of shapes {accepted[0]} and {accepted[1]}, "
+                f"got {tuple(return_to_go.shape)} and {tuple(state.shape)}."
+            )
+        step = return_to_go[:, None], state[:, None], rollout.action[:, None]
+        if isinstance(rollout, RecurrentRollout):
+            return self._act_recurrent(*step, rollout)
+        return self._act_window(*step, rollout)
+
+    def _act_recurrent(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: RecurrentRollout):
+        now = rollout.timestep
+        times = torch.stack([now, now, (now - 1).clamp_min(0)], 1)
+        # of return, state and last action, the action comes first; an episode begins without one
+        x = self._embed(return_to_go, state, last_action, times).roll(1, 1)
+        mask = F.pad((now > 0)[:, None], (0, 2), value=True)
+        x, flow_states = self._decode(x, mask, rollout.flow_states)
+        action = self._action(x[:, -1])
+        return action, RecurrentRollout(flow_states, action, now + 1)
+
+    def _act_window(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: WindowRollout):
+        returns, states, actions = rollout.trajectory
+        # the action of the latest step is not seen when that step is decided: its slot is filled now
+        done = torch.cat([actions[:, :-1], last_action], 1)
+        trajectory = (
+            torch.cat([returns[:, 1:], return_to_go], 1),
+            torch.cat([states[:, 1:], state], 1),
+            torch.cat([done[:, 1:], torch.zeros_like(last_action)], 1),
+        )
+        mask = F.pad(rollout.mask[:, 1:], (0, 1), value=True)
+        back = torch.arange(1 - mask.shape[1], 1, device=mask.device)
+        timesteps = (rollout.timestep[:, None] + back).clamp_min(0)
+        action = self(*trajectory, timesteps, mask).action[:, -1]
+        return action, WindowRollout(trajectory, mask, action, rollout.timestep + 1)
+
+    def _embed(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, times: Tensor) -> Tensor:
+        """The tokens (B, 3 T, W): return, state and action of each step, with the timestep (B, 3 T) of each token."""
+        tokens = [
+            self.return_embedding(returns_to_go[..., None]),
+            self.state_embedding(states),
+            self.action_embedding(actions),
+        ]
+        x = self.timesteps(torch.stack(tokens, 2).flatten(1, 2), times)
+        return self.dropout(self.embedding_norm(x))
+
+    def _decode(self, x: Tensor, mask: Tensor | None, flow_states: Sequence[FlowState] | None):
+        """What the heads read, (B, 3 T, W), and with states the new ones."""
+        if flow_states is None:
+            for layer in self.decoder.layers:
+                x = self._layer(layer, x, mask=mask)
+        else:
+            x, flow_states = self.decoder(x, mask=mask, states=flow_states)
+        return self.norm(x), flow_states
+
+    def _action(self, x: Tensor) -> Tensor:
+        action = self.action_head(x)
+        return action.tanh() if self.config.bounded_actions else action
+
+    def _check(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, mask: Tensor | None) -> None:
+        steps = tuple(returns_to_go.shape)
+        accepted = (*steps, self.config.state_dim), (*steps, self.config.action_dim)
+        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted:
+            raise ValueError(
+                f"returns, states and actions must be (B, T), (B, T, {self.config.state_dim}) and "
+                f"(B, T, {self.config.action_dim}), got {steps}, {tuple(states.shape)} and {tuple(actions.shape)}."
+            )
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != steps):
+            raise ValueError(f"the mask must be bool of shape {steps}, got {mask.dtype} {tuple(mask.shape)}.")

@@ -1,0 +1,224 @@
+"""The authors' checkpoints, read into our models by the names of their weights.
+
+Sizes are read off the weights; what weights do not tell, such as the number of heads, is an argument with the published
+default. Every model gets the variant of the release it comes from, so it computes what the authors' code computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import FlowAttention
+from ..ops import FlowVariant
+from ..ops.variant import nearest
+from .lm import FlowformerLM, LMConfig
+from .timeseries import FlowformerTimeSeries, TimeSeriesConfig
+from .vision import FlowformerVision, VisionConfig
+
+Weights = Mapping[str, Tensor]
+_Model = TypeVar("_Model", bound=nn.Module)
+
+# what the releases call the four projections of an attention
+_PROJECTIONS = {
+    rf"{theirs}_projection\.": f"{ours}_proj."
+    for theirs, ours in {"query": "q", "key": "k", "value": "v", "out": "out"}.items()
+}
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file; pickled code is refused, never run.
+
+    Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". The prefix that
+    data-parallel training adds to each name is taken off, and so are the counters that a profiler left in the vision
+    release.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        content: dict = load_file(path)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("state_dict", "model"):
+        content = content.get(key, content)
+    weights = {name.removeprefix("module."): value for name, value in content.items()}
+    return {name: value for name, value in weights.items() if not name.endswith(("total_ops", "total_params"))}
+
+
+def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
+    """The classifier of the time-series release."""
+    source = _Source("time-series", weights)
+    embed_dim, num_features = source["project_inp.weight"].shape
+    max_length = source["pos_enc.pe"].shape[0]
+    config = TimeSeriesConfig(
+        num_features,
+        source["output_layer.weight"].shape[0],
+        max_length,
+        embed_dim=embed_dim,
+        num_layers=source.count(r"encoder\.attn_layers\.(\d+)\."),
+        num_heads=num_heads,
+        mlp_dim=source["encoder.attn_layers.0.conv1.weight"].shape[0],
+        # the release lets attention see the padding
+        mask_padding=False,
+        variant=FlowVariant.named("timeseries"),
+    )
+    names = {
+        r"project_inp\.": "embedding.",
+        r"pos_enc\.pe": "positions.weight",
+        r"encoder\.norm\.": "norm.",
+        r"encoder\.attn_layers\.": "layers.",
+        r"conv(\d)\.": r"mlp.linear\1.",
+        r"norm1\.": "attention_norm.",
+        r"norm2\.": "mlp_norm.",
+        r"output_layer\.": "head.",
+        **_PROJECTIONS,
+    }
+
+    # the release writes the maps of its feed-forward networks as convolutions of width one, and has an axis too many
+    # in its table of positions
+    def squeeze(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
+        axis = {"positions.weight": 1}.get(name, -1)
+        return [(name, x.squeeze(axis) if x.dim() == 3 else x)]
+
+    return source.load(FlowformerTimeSeries(config), names, squeeze)
+
+
+def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
+    """The hierarchical classifier of the vision release."""
+    source = _Source("vision", weights)
+    stages = source.count(r"patch_embed\.(\d+)\.")
+    patches = [source[f"patch_embed.{i}.proj.weight"] for i in range(stages)]
+    side = round(source["pos_embed"].shape[1] ** 0.5)
+    config = VisionConfig(
+        image_size=side * patches[0].shape[-1],
+        patch_size=patches[0].shape[-1],
+        in_channels=patches[0].shape[1],
+        num_classes=source["head.weight"].shape[0],
+        channels=tuple(patch.shape[0] for patch in patches),
+        depths=tuple(source.count(rf"blocks\.{i}\.(\d+)\.") for i in range(stages)),
+        num_heads=num_heads,
+        mlp_ratio=source["blocks.0.0.mlp.fc1.weight"].shape[0] // patches[0].shape[0],
+        variant=FlowVariant.named("vision"),
+    )
+    names = {
+        r"pos_embed": "positions.weight",
+        r"(patch_embed\.\d+)\.proj\.": r"\1.",
+        r"blocks\.": "stages.",
+        r"attn\.proj\.": "attention.out_proj.",
+        r"attn\.": "attention.",
+        r"norm1\.": "attention_norm.",
+        r"norm2\.": "mlp_norm.",
+        r"mlp\.fc": "mlp.linear",
+        r"gamma": "layer_scale",
+    }
+
+    def split(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
+        if ".qkv." in name:
+            return [(name.replace("qkv", f"{c}_proj"), part) for c, part in zip("qkv", x.chunk(3), strict=True)]
+        return [(name, x[0] if name == "positions.weight" else x)]
+
+    return source.load(FlowformerVision(config), names, split)
+
+
+def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
+    """The language model of the GPT module."""
+    source = _Source("GPT", weights)
+    vocab_size, embed_dim = source["transformer.wte.weight"].shape
+    config = LMConfig(
+        vocab_size,
+        num_layers=source.count(r"transformer\.h\.(\d+)\."),
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        mlp_dim=source["transformer.h.0.mlp.c_fc.weight"].shape[0],
+        activation="gelu_tanh",
+        positions="learned",
+        max_length=source["transformer.wpe.weight"].shape[0],
+        scale_embedding=False,
+        tie_embedding=False,
+        initialisation="gpt",
+        variant=FlowVariant.named("core"),
+    )
+    names = {
+        r"transformer\.wte\.": "embedding.",
+        r"transformer\.wpe\.": "positions.",
+        r"transformer\.h\.": "decoder.layers.",
+        r"transformer\.ln_f\.": "norm.",
+        r"lm_head\.": "head.",
+        r"attn\.": "attention.",
+        r"ln_1\.": "attention_norm.",
+        r"ln_2\.": "mlp_norm.",
+        r"mlp\.c_fc\.": "mlp.linear1.",
+        r"mlp\.c_proj\.": "mlp.linear2.",
+        **_PROJECTIONS,
+    }
+    return source.load(FlowformerLM(config), names)
+
+
+def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
+    """The causal attention of the reinforcement-learning release."""
+    source = _Source("reinforcement-learning", weights)
+    inner_dim, embed_dim = source["query_projection.weight"].shape
+    attention = FlowAttention(
+        embed_dim, num_heads, head_dim=inner_dim // num_heads, is_causal=True, variant=FlowVariant.named("rl")
+    )
+    return source.load(attention, _PROJECTIONS)
+
+
+class _Source:
+    """The weights of one release, and what to say if they are not those."""
+
+    def __init__(self, release: str, weights: Weights) -> None:
+        self.release, self.weights = release, weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.weights:
+            raise KeyError(
+                f"no {name!r} among the {len(self.weights)} weights{nearest(name, self.weights)}: this is no "
+                f"checkpoint of the {self.release} release."
+            )
+        return self.weights[name]
+
+    def count(self, pattern: str) -> int:
+        """How many different numbers stand at the group of the pattern."""
+        return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
+
+    def load(
+        self,
+        model: _Model,
+        names: Mapping[str, str],
+        split: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]] = lambda name, x: [(name, x)],
+    ) -> _Model:
+        """The model with these weights, in their dtype, in evaluation mode; one too many or too few is an error."""
+        ours: dict[str, Tensor] = {}
+        came_from: dict[str, str] = {}
+        for theirs, value in self.weights.items():
+            name = theirs
+            for pattern, replacement in names.items():
+                name = re.sub(rf"(?:^|(?<=\.)){pattern}", replacement, name)
+            for part, x in split(name, value):
+                ours[part], came_from[part] = x, theirs
+        expected = model.state_dict()
+        for name, x in ours.items():
+            if name not in expected:
+                raise ValueError(
+                    f"{came_from[name]!r} has no place in our {type(model).__name__}{nearest(name, expected)}: this is "
+                    f"no checkpoint of the {self.release} release, or one of another version of it."
+                )
+            if x.shape != expected[name].shape:
+                raise ValueError(
+                    f"{came_from[name]!r} is {tuple(x.shape)}, but {name!r} of our {type(model).__name__} is "
+                    f"{tuple(expected[name].shape)}. The number of heads is an argument."
+                )
+        missing = sorted(expected.keys() - ours.keys())
+        if missing:
+            raise ValueError(
+                f"the {self.release} checkpoint has no weight for {len(missing)} of ours: {', '.join(missing[:3])} …"
+            )
+        model.to(next(iter(ours.values())).dtype).load_state_dict(ours)
+        return model.eval()

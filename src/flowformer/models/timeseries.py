@@ -1,0 +1,171 @@
+"""Classifier of multivariate time series, as published for the UEA archive; with one output it is a regressor.
+
+Shapes: B batch, N steps, C channels (num_features), W width (embed_dim).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
+from ..ops import FlowMaps, FlowVariant
+from ..ops.variant import nearest
+from .base import FlowModel
+
+_DEFAULT = FlowVariant()
+Head = Literal["flatten", "mean"]
+Positions = Literal["learned", "sinusoidal"]
+
+
+@dataclass(frozen=True)
+class TimeSeriesConfig:
+    """What a classifier of time series is built from; the defaults are the paper's.
+
+    Args:
+        num_features: channels of a series.
+        num_classes: classes, or how many numbers to regress.
+        max_length: the longest series, for learned positions, the "flatten" head, and rivals whose parameters depend
+            on it.
+        embed_dim, num_layers, num_heads, mlp_dim, dropout: of the encoder.
+        head: "flatten" maps all steps at once, each with weights of its own; "mean" maps their mean.
+        positions: "learned" or "sinusoidal". With the "mean" head and sinusoids there is no longest length.
+        mask_padding: padded steps take part in nothing. False is the authors' code, where attention sees them and only
+            the head does not.
+        attention: "flow", or the name of a rival as `baselines.names` lists them.
+        variant: of Flow-Attention.
+    """
+
+    num_features: int
+    num_classes: int
+    max_length: int
+    embed_dim: int = 512
+    num_layers: int = 2
+    num_heads: int = 8
+    mlp_dim: int = 2048
+    dropout: float = 0.1
+    head: Head = "flatten"
+    positions: Positions = "learned"
+    mask_padding: bool = True
+    attention: str = "flow"
+    variant: FlowVariant = _DEFAULT
+
+    def __post_init__(self) -> None:
+        for name in ("num_features", "num_classes", "max_length", "embed_dim", "num_layers", "num_heads", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name, accepted in (("head", get_args(Head)), ("positions", get_args(Positions))):
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ValueError(
+                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
+                )
+
+
+# the ten UEA sets of the paper: channels, classes, longest training series
+PRESETS = {
+    name: TimeSeriesConfig(*sizes)
+    for name, sizes in {
+        "EthanolConcentration": (3, 4, 1751),
+        "FaceDetection": (144, 2, 62),
+        "Handwriting": (3, 26, 152),
+        "Heartbeat": (61, 2, 405),
+        "JapaneseVowels": (12, 9, 29),
+        "PEMS-SF": (963, 7, 144),
+        "SelfRegulationSCP1": (6, 2, 896),
+        "SelfRegulationSCP2": (7, 2, 1152),
+        "SpokenArabicDigits": (13, 10, 93),
+        "UWaveGestureLibrary": (3, 8, 315),
+    }.items()
+}
+
+
+class FlowformerTimeSeries(FlowModel):
+    """Classifies time series, or regresses numbers from them: post-norm encoder and a linear head.
+
+    >>> model = FlowformerTimeSeries(TimeSeriesConfig(3, 5, max_length=50, embed_dim=32, mlp_dim=64))
+    >>> mask = torch.arange(40) < torch.tensor([[40], [25]])  # a series of 40 steps and one of 25
+    >>> model(torch.randn(2, 40, 3), mask).shape
+    torch.Size([2, 5])
+    """
+
+    config_class = TimeSeriesConfig
+    config: TimeSeriesConfig
+
+    def __init__(self, config: TimeSeriesConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Linear(config.num_features, config.embed_dim)
+        self.positions: nn.Module = SinusoidalPositions(config.embed_dim)
+        if config.positions == "learned":
+            self.positions = LearnedPositions(config.max_length, config.embed_dim)
+            nn.init.uniform_(self.positions.weight, -0.02, 0.02)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            FlowEncoderLayer(
+                config.embed_dim,
+                config.num_heads,
+                config.mlp_dim,
+                dropout=config.dropout,
+                norm_first=False,
+                attention=config.attention,
+                max_length=config.max_length,
+                variant=config.variant,
+            )
+            for _ in range(config.num_layers)
+        )
+        # published with torch's own start everywhere, attention included
+        for module in self.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        self.norm = nn.LayerNorm(config.embed_dim)
+        steps = config.max_length if config.head == "flatten" else 1
+        self.head = nn.Linear(steps * config.embed_dim, config.num_classes)
+
+    def forward(
+        self, series: Tensor, mask: Tensor | None = None, *, return_maps: bool = False
+    ) -> Tensor | tuple[Tensor, list[FlowMaps]]:
+        """The scores of the classes or the numbers, (B, num_classes), and if asked the maps of each layer.
+
+        Args:
+            series: (B, N, C), any N up to max_length.
+            mask: (B, N) bool, True = takes part; None is all steps. A step keeps its place in time: pad at the end, and
+                mask a gap where it is. Padding may hold anything, NaN too, unless the authors' switch is on.
+        """
+        if return_maps:
+            return self._with_maps(series, mask)
+        self._check(series, mask)
+        seen = mask if self.config.mask_padding else None
+        if seen is not None:
+            series = series.masked_fill(~seen[..., None], 0)
+        x = self.embedding(series) * self.config.embed_dim**0.5  # (B, N, W)
+        x = self.dropout(self.positions(x))
+        for layer in self.layers:
+            x = self._layer(layer, x, seen)
+        x = self.dropout(F.gelu(self.norm(x)))
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        if self.config.head == "flatten":
+            return self.head(F.pad(x, (0, 0, 0, self.config.max_length - x.shape[1])).flatten(1))
+        return self.head(x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
+
+    def _check(self, series: Tensor, mask: Tensor | None) -> None:
+        config = self.config
+        if series.dim() != 3 or series.shape[1] < 1 or series.shape[2] != config.num_features:
+            raise ValueError(
+                f"series must have shape (batch, length, {config.num_features}), length at least 1, got "
+                f"{tuple(series.shape)}."
+            )
+        if series.shape[1] > config.max_length and (config.head == "flatten" or config.positions == "learned"):
+            raise ValueError(
+                f"got series of {series.shape[1]} steps, but max_length is {config.max_length}. Shorten the series, "
+                'raise max_length, or use head="mean" with positions="sinusoidal", which take any length.'
+            )
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != series.shape[:2]):
+            raise ValueError(
+                f"mask must be bool, True = takes part, of shape (batch, length) = {tuple(series.shape[:2])}, got "
+                f"{mask.dtype} of shape {tuple(mask.shape)}."
+            )

@@ -1,0 +1,368 @@
+"""Image classifiers: the paper's four-stage Flowformer, and DeiT with Flow-Attention.
+
+Shapes: B images of C × Y × X pixels, N tokens (the cells of a grid, row by row), W width of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import FeedForward, build_attention
+from ..ops import FlowMaps, FlowVariant
+from .base import FlowModel
+
+_DEFAULT = FlowVariant()
+EPS = 1e-6  # of every layer norm
+STD = 0.02  # of every weight at the start, but for the convolutions and the scales of a branch
+
+
+def _check_config(config: VisionConfig | DeiTConfig) -> None:
+    if config.patch_size < 1 or config.image_size < 1 or config.image_size % config.stride:
+        raise ValueError(
+            f"image_size must be a positive multiple of the side of a token of the last layer, {config.stride} pixels, "
+            f"got {config.image_size} with patch_size {config.patch_size}."
+        )
+    if not 0 <= config.drop_path < 1:
+        raise ValueError(f"drop_path must be at least 0 and below 1, got {config.drop_path!r}.")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The four-stage model; the defaults are those of its released training script.
+
+    Args:
+        image_size: side of the images the positions are learned for; others get theirs by interpolation.
+        patch_size: side of a patch, the token of the first stage. Each further stage halves the grid.
+        channels, depths: width and number of layers of each stage.
+        num_heads: in every stage. The released code has 12, the paper's table 16.
+        mlp_ratio: inner width of the feed-forward networks over the width of the tokens.
+        layer_scale: what the learned scales of the feed-forward branches start from.
+        dropout: on the result of each branch and inside the feed-forward networks.
+        drop_path: how often the last layer drops a branch in training; it rises from 0, layer by layer.
+        attention: "flow", or the name of a rival as `baselines.names` lists them.
+    """
+
+    image_size: int = 224
+    patch_size: int = 4
+    in_channels: int = 3
+    num_classes: int = 1000
+    channels: tuple[int, ...] = (96, 192, 384, 768)
+    depths: tuple[int, ...] = (3, 3, 10, 3)
+    num_heads: int = 12
+    mlp_ratio: int = 4
+    layer_scale: float = 1e-5
+    dropout: float = 0.0
+    drop_path: float = 0.2
+    attention: str = "flow"
+    variant: FlowVariant = _DEFAULT
+
+    def __post_init__(self) -> None:
+        if len(self.channels) != len(self.depths) or not self.channels:
+            raise ValueError(
+                f"channels and depths must give one number a stage, got {self.channels} and {self.depths}."
+            )
+        _check_config(self)
+
+    @property
+    def stride(self) -> int:
+        """Pixels along the side of a token of the last stage: what the sides of an image must be divisible by."""
+        return self.patch_size * 2 ** (len(self.channels) - 1)
+
+    @property
+    def width(self) -> int:
+        """W of the features."""
+        return self.channels[-1]
+
+
+@dataclass(frozen=True)
+class DeiTConfig:
+    """DeiT with a class token and without distillation; the defaults are DeiT-S.
+
+    Args: as for `VisionConfig`, with one width `embed_dim` and `depth` layers, whose branches are not scaled.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    in_channels: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 384
+    depth: int = 12
+    num_heads: int = 6
+    mlp_ratio: int = 4
+    dropout: float = 0.0
+    drop_path: float = 0.1
+    attention: str = "flow"
+    variant: FlowVariant = _DEFAULT
+
+    def __post_init__(self) -> None:
+        _check_config(self)
+
+    @property
+    def stride(self) -> int:
+        """Pixels along the side of a token: what the sides of an image must be divisible by."""
+        return self.patch_size
+
+    @property
+    def width(self) -> int:
+        """W of the features."""
+        return self.embed_dim
+
+
+PRESETS = {
+    "imagenet": VisionConfig(),
+    "imagenet-16-heads": VisionConfig(num_heads=16),
+    # 32 × 32 images: grids of 16, 8, 4 and 2 cells a side, and heads of at least 16 channels
+    "cifar": VisionConfig(
+        image_size=32,
+        patch_size=2,
+        num_classes=10,
+        channels=(64, 128, 256, 512),
+        depths=(2, 2, 6, 2),
+        num_heads=4,
+        drop_path=0.1,
+    ),
+}
+DEIT_PRESETS = {
+    "deit-ti": DeiTConfig(embed_dim=192, num_heads=3),
+    "deit-s": DeiTConfig(),
+    "deit-b": DeiTConfig(embed_dim=768, num_heads=12),
+}
+
+
+class DropPath(nn.Module):
+    """Drops a branch for some of the images of a batch in training, and scales it up for the others: the mean stays.
+
+    >>> DropPath(0.1).eval()(torch.ones(1, 2, 3)).sum()
+    tensor(6.)
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training or self.rate == 0:
+            return branch
+        kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(1 - self.rate)
+        return branch * (kept / (1 - self.rate))
+
+    def extra_repr(self) -> str:
+        return f"{self.rate:.3f}"
+
+
+class GridPositions(nn.Module):
+    """Adds a learned vector to each cell of a grid; another grid gets the table by bicubic interpolation.
+
+    Args:
+        side: cells along a side of the grid.
+        dim: W.
+        leading: how many tokens stand before the cells, each with a vector of its own.
+
+    >>> GridPositions(4, 8)(torch.zeros(1, 12, 8), (2, 6)).shape
+    torch.Size([1, 12, 8])
+    """
+
+    def __init__(self, side: int, dim: int, leading: int = 0) -> None:
+        super().__init__()
+        self.side = side
+        self.leading = leading
+        self.weight = nn.Parameter(torch.empty(leading + side**2, dim))
+        nn.init.trunc_normal_(self.weight, std=STD)
+
+    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The tokens x (B, N, W) with their positions added; the cells come from `grid`, rows and columns."""
+        table: Tensor = self.weight
+        if grid != (self.side, self.side):
+            leading, cells = table.split([self.leading, self.side**2])
+            cells = cells.T.unflatten(1, (self.side, self.side))[None]  # (1, W, side, side)
+            cells = cells.to(torch.promote_types(cells.dtype, torch.float32))
+            cells = F.interpolate(cells, grid, mode="bicubic", align_corners=False)[0].flatten(1).T
+            table = torch.cat([leading, cells.to(leading.dtype)])
+        return x + table
+
+    def extra_repr(self) -> str:
+        return f"{self.side} × {self.side}, {self.weight.shape[1]}, leading={self.leading}"
+
+
+class VisionLayer(nn.Module):
+    """A pre-norm transformer layer with drop path, and with a learned scale of the feed-forward branch if one is given.
+
+    >>> VisionLayer(32, 4, layer_scale=1e-5)(torch.randn(2, 49, 32)).shape
+    torch.Size([2, 49, 32])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: int = 4,
+        layer_scale: float | None = None,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        attention: str = "flow",
+        variant: FlowVariant = _DEFAULT,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.attention = build_attention(
+            attention, embed_dim, num_heads, dropout=dropout, variant=variant, max_length=max_length
+        )
+        self.mlp_norm = nn.LayerNorm(embed_dim, eps=EPS)
+        self.mlp = FeedForward(embed_dim, mlp_ratio * embed_dim, dropout=dropout)
+        self.layer_scale = None if layer_scale is None else nn.Parameter(torch.full((embed_dim,), layer_scale))
+        self.drop_path = DropPath(drop_path)
+        projections = (getattr(self.attention, f"{name}_proj") for name in ("q", "k", "v", "out"))
+        _initialise(*projections, self.mlp.linear1, self.mlp.linear2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tokens x (B, N, W) after the layer."""
+        x = x + self.drop_path(self.attention(self.attention_norm(x)))
+        branch = self.mlp(self.mlp_norm(x))
+        return x + self.drop_path(branch if self.layer_scale is None else self.layer_scale * branch)
+
+
+class _ImageClassifier(FlowModel):
+    """What the classifiers share: the images become features, which a linear map classifies."""
+
+    def __init__(self, config: VisionConfig | DeiTConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.width, eps=EPS)
+        self.head = nn.Linear(config.width, config.num_classes)
+        _initialise(self.head)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the head classifies, (B, W)."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, *, return_maps: bool = False) -> Tensor | tuple[Tensor, list[FlowMaps]]:
+        """The logits (B, num_classes), and with `return_maps` also the flow maps of each layer.
+
+        Args:
+            images: (B, in_channels, Y, X), normalised as in training; both sides divisible by `config.stride`.
+        """
+        return self._with_maps(images) if return_maps else self.head(self.features(images))
+
+    def _check(self, images: Tensor) -> None:
+        stride, channels = self.config.stride, self.config.in_channels
+        if images.dim() != 4 or images.shape[1] != channels:
+            raise ValueError(f"images must have shape (batch, {channels}, height, width), got {tuple(images.shape)}.")
+        if images.shape[2] % stride or images.shape[3] % stride or not images.shape[2] * images.shape[3]:
+            raise ValueError(
+                f"the sides of an image must be positive multiples of {stride}, got {images.shape[2]} × "
+                f"{images.shape[3]}. Resize or crop it."
+            )
+
+
+class FlowformerVision(_ImageClassifier):
+    """The paper's hierarchical classifier: layers on ever coarser grids of tokens, whose mean is classified.
+
+    >>> model = FlowformerVision(PRESETS["cifar"])
+    >>> logits, maps = model(torch.randn(2, 3, 32, 32), return_maps=True)
+    >>> logits.shape, [maps[i].competition.shape[-1] for i in (0, 2, 4, 10)]
+    (torch.Size([2, 10]), [256, 64, 16, 4])
+    """
+
+    config_class = VisionConfig
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__(config)
+        side = config.image_size // config.patch_size
+        drop_paths = iter(_rising(config.drop_path, sum(config.depths)))
+        self.positions = GridPositions(side, config.channels[0])
+        self.patch_embed = nn.ModuleList()
+        self.stages = nn.ModuleList()
+        before, patch = config.in_channels, config.patch_size
+        for width, depth in zip(config.channels, config.depths, strict=True):
+            self.patch_embed.append(nn.Conv2d(before, width, patch, stride=patch))
+            layers = [
+                VisionLayer(
+                    width,
+                    config.num_heads,
+                    mlp_ratio=config.mlp_ratio,
+                    layer_scale=config.layer_scale,
+                    dropout=config.dropout,
+                    drop_path=next(drop_paths),
+                    attention=config.attention,
+                    variant=config.variant,
+                    max_length=side**2,
+                )
+                for _ in range(depth)
+            ]
+            self.stages.append(nn.ModuleList(layers))
+            before, patch, side = width, 2, side // 2
+
+    def features(self, images: Tensor) -> Tensor:
+        """The mean of the tokens of the last stage, (B, W)."""
+        self._check(images)
+        x = images
+        for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
+            x = patch_embed(x)
+            grid = x.shape[2], x.shape[3]
+            x = x.flatten(2).transpose(1, 2)  # (B, N, W)
+            x = self.positions(x, grid) if i == 0 else x
+            for layer in layers.children():
+                x = self._layer(layer, x)
+            x = x.transpose(1, 2).unflatten(2, grid)  # (B, W, rows, columns)
+        return self.norm(x.flatten(2).transpose(1, 2)).mean(1)
+
+
+class FlowformerDeiT(_ImageClassifier):
+    """DeiT with Flow-Attention: one grid of patches, and a class token that is classified in the end.
+
+    >>> model = FlowformerDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
+    >>> model(torch.randn(2, 3, 32, 48)).shape
+    torch.Size([2, 1000])
+    """
+
+    config_class = DeiTConfig
+
+    def __init__(self, config: DeiTConfig) -> None:
+        super().__init__(config)
+        side = config.image_size // config.patch_size
+        self.patch_embed = nn.Conv2d(config.in_channels, config.embed_dim, config.patch_size, stride=config.patch_size)
+        self.class_token = nn.Parameter(torch.empty(config.embed_dim))
+        nn.init.trunc_normal_(self.class_token, std=STD)
+        self.positions = GridPositions(side, config.embed_dim, leading=1)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            VisionLayer(
+                config.embed_dim,
+                config.num_heads,
+                mlp_ratio=config.mlp_ratio,
+                dropout=config.dropout,
+                drop_path=drop_path,
+                attention=config.attention,
+                variant=config.variant,
+                max_length=side**2 + 1,
+            )
+            for drop_path in _rising(config.drop_path, config.depth)
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        """The class token after the last layer, (B, W)."""
+        self._check(images)
+        patches = self.patch_embed(images)
+        grid = patches.shape[2], patches.shape[3]
+        patches = patches.flatten(2).transpose(1, 2)
+        class_token = self.class_token.expand(len(patches), 1, -1)
+        x = self.dropout(self.positions(torch.cat([class_token, patches], 1), grid))  # (B, 1 + N, W)
+        for layer in self.layers:
+            x = self._layer(layer, x)
+        return self.norm(x[:, 0])
+
+
+def _rising(rate: float, depth: int) -> list[float]:
+    """From 0 to the rate in even steps, one a layer."""
+    return [rate * i / max(depth - 1, 1) for i in range(depth)]
+
+
+def _initialise(*linears: nn.Linear) -> None:
+    for linear in linears:
+        nn.init.trunc_normal_(linear.weight, std=STD)
+        nn.init.zeros_(linear.bias)
