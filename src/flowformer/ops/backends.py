@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,9 @@ def choose(
 ) -> Backend:
     """The backend of that name, or the first that can run where there is no name."""
     if name is None:
+        # Triton's interpreter would run the kernels on a CPU, but only to test them
+        if query.device.type == "cuda" and not _triton_refusals(query, key, value, is_causal, variant):
+            return BACKENDS["triton"]
         return BACKENDS["torch"]
     if name not in BACKENDS:
         accepted = ", ".join(map(repr, BACKENDS))
@@ -58,6 +64,44 @@ def verdicts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
 
 def _none(*_) -> list[str]:
     return []
+
+
+def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return [f"tensors on {query.device} (the kernels need a GPU)"]
+    if not _has_triton():
+        return ["triton is not installed"]
+    if torch.compiler.is_exporting():
+        return ["an exported graph cannot hold the kernels"]
+    return _kernels(is_causal).refusals(query, key, value, variant)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels(is_causal: bool):
+    # here, since Triton takes longer to import than the rest of the package
+    if is_causal:
+        from .kernels import causal
+
+        return causal
+    from .kernels import bidirectional
+
+    return bidirectional
+
+
+def _triton_bidirectional(*args) -> Tensor:
+    return _kernels(is_causal=False).bidirectional(*args)
+
+
+def _triton_causal(*args) -> tuple:
+    return _kernels(is_causal=True).causal(*args)
+
+
+def _triton_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
+    return _kernels(is_causal).packed(query, key, value, lengths, scale, variant)
 
 
 def _reference_bidirectional(query, key, value, query_mask, key_mask, scale, variant) -> Tensor:
@@ -94,6 +138,14 @@ def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> 
 BACKENDS = {
     backend.name: backend
     for backend in (
+        Backend(
+            "triton",
+            "fused kernels",
+            _triton_refusals,
+            _triton_bidirectional,
+            _triton_causal,
+            _triton_packed,
+        ),
         Backend(
             "torch",
             "memory-linear, runs everywhere",

@@ -20,30 +20,36 @@ def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
-def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
-    """φ(scale·x), contiguous, 0 where masked."""
+def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant, out: Tensor | None = None) -> Tensor:
+    """φ(scale·x), contiguous, 0 where masked; written to `out` where there is one."""
     x = valid_values(x, mask)
     if scale != 1:
         x = x * scale
     match variant.feature_map:
         case "sigmoid":
-            x = x.sigmoid()
+            x = torch.sigmoid(x, out=out)
         case "elu+1":
-            x = F.elu(x) + 1
+            x = torch.add(F.elu(x), 1, out=out)
         case "relu":
-            x = x.relu()
+            x = torch.clamp_min(x, 0, out=out)
     x = x.contiguous()
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
-def feature_gradient_(grad: Tensor, feature: Tensor, scale: float, variant: FlowVariant) -> Tensor:
-    """Turns the gradient of φ(scale·x) into that of x, in place. Each derivative is a function of φ, and 0 where φ was
-    masked to 0."""
+def feature_gradient(
+    grad: Tensor, feature: Tensor, scale: float, variant: FlowVariant, out: Tensor | None = None
+) -> Tensor:
+    """The gradient of x from that of φ(scale·x), written to `out` where there is one.
+
+    Each derivative is a function of φ, and 0 where φ was masked to 0.
+    """
     match variant.feature_map:
+        case "sigmoid" if out is None:
+            grad = torch.ops.aten.sigmoid_backward(grad, feature)
         case "sigmoid":
-            torch.ops.aten.sigmoid_backward.grad_input(grad, feature, grad_input=grad)
+            grad = torch.ops.aten.sigmoid_backward.grad_input(grad, feature, grad_input=out)
         case "elu+1":
-            grad.mul_(feature.clamp_max(1))
+            grad = torch.mul(grad, feature.clamp_max(1), out=out)
         case "relu":
-            grad.masked_fill_(feature <= 0, 0)
+            grad = torch.mul(grad, feature > 0, out=out)
     return grad if scale == 1 else grad.mul_(scale)

@@ -48,7 +48,7 @@ def flow_attention(
         scale: None is 1, as in the paper.
         enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
         variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
-        backend: None takes the best that can run here; "torch" or "reference" insists. See `explain`.
+        backend: None takes the best that can run here; "triton", "torch" or "reference" insists. See `explain`.
 
     Returns: (B, H, N, E), in the dtype of the query. A query that is masked, or has no valid source, gives 0.
 
@@ -208,6 +208,7 @@ def explain(
     >>> q = torch.randn(1, 2, 5, 4)
     >>> print(explain(q, q, q))
     flow_attention, bidirectional, query (1, 2, 5, 4), key (1, 2, 5, 4), torch.float32 on cpu: torch
+      triton: ...
       torch: yes, memory-linear, runs everywhere
       reference: only by name, keeps matrices of N × M numbers
     """

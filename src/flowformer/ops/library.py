@@ -15,7 +15,7 @@ from .torch_bidirectional import Flows
 from .torch_causal import State
 from .variant import FlowVariant
 
-_VARIANT = (
+VARIANT = (
     "float scale, str feature_map, str competition, str allocation, float? clamp, float eps, float flow_eps, "
     "bool rescale"
 )
@@ -99,30 +99,29 @@ _STATE = "Tensor sums, Tensor memory, Tensor scalars"
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal"
 _FLOWS = ", ".join(f"Tensor kept_{name}" for name in Flows._fields)  # the variant has a competition, too
 register(
-    f"bidirectional({_INPUTS}, {_MASKS}, {_VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"bidirectional({_INPUTS}, {_MASKS}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bidirectional,
     _fake_bidirectional,
 )
 register(
-    f"bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_FLOWS}, {_VARIANT}) -> (Tensor, Tensor, Tensor)",
+    f"bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_FLOWS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
     _bidirectional_backward,
     _fake_gradients,
 )
 register(
-    f"causal({_INPUTS}, Tensor? mask, {_STATE}, {_VARIANT})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"causal({_INPUTS}, Tensor? mask, {_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _causal,
     _fake_causal,
 )
 register(
     f"causal_backward(Tensor grad, Tensor grad_sums, Tensor grad_memory, Tensor grad_scalars, {_INPUTS}, Tensor? mask, "
-    f"{_STATE}, {_VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _causal_backward,
     _fake_causal_backward,
 )
-register(f"packed({_INPUTS}, {_LENGTHS}, {_VARIANT}) -> Tensor", _packed, _fake_packed)
+register(f"packed({_INPUTS}, {_LENGTHS}, {VARIANT}) -> Tensor", _packed, _fake_packed)
 register(
-    f"packed_backward(Tensor grad, {_INPUTS}, {_LENGTHS}, {_VARIANT}) -> (Tensor, Tensor, Tensor)",
+    f"packed_backward(Tensor grad, {_INPUTS}, {_LENGTHS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
     _packed_backward,
     _fake_gradients,
 )

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import torch_bidirectional, torch_causal, torch_decode
-from .features import feature_gradient_, features, sum_dtype, valid_values
-from .torch_bidirectional import Flows
+from .features import feature_gradient, features, sum_dtype, valid_values
+from .torch_bidirectional import Flows, Scratch
 from .torch_causal import State
 from .variant import FlowVariant
 
@@ -35,9 +35,10 @@ SEGMENT = 1024  # tokens between two states that are kept for the backward pass
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> tuple[Tensor, Flows]:
     """The result, and the flows of every head for the backward pass, (B, H, ...)."""
     result, flows = empty_result(query, value.shape[-1]), empty_flows(query, key, value)
+    scratch = _scratch(query, key, value)
     for block in _blocks(query, key, value, max(query.shape[2], key.shape[2]), BIDIRECTIONAL_PARTS):
         inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-        out, parts = torch_bidirectional.forward(*inputs, *masks, scale, variant, block.room_for_sinks(result))
+        out, parts = torch_bidirectional.forward(*inputs, *masks, scale, variant, scratch, block.sinks_of(result))
         block.put_sinks(result, out)
         for kept, part in zip(flows, parts, strict=True):
             block.put_sinks(kept, part)
@@ -49,11 +50,12 @@ def bidirectional_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     grad_query, grad_key, grad_value = _empty_gradients(query, key, value)
+    scratch = _scratch(query, key, value)
     for block in _blocks(query, key, value, max(query.shape[2], key.shape[2]), BIDIRECTIONAL_PARTS):
         inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
         parts = Flows(*(block.sinks(part) for part in flows))
-        grads = block.room_for_sinks(grad_query), block.room_for_sources(grad_key), block.room_for_sources(grad_value)
-        torch_bidirectional.backward(block.sinks(grad), *inputs, *masks, parts, scale, variant, grads)
+        out = block.sinks_of(grad_query), block.sources_of(grad_key), block.sources_of(grad_value)
+        grads = torch_bidirectional.backward(block.sinks(grad), *inputs, *masks, parts, scale, variant, scratch, out)
         block.put_sinks(grad_query, grads[0])
         block.put_sources(grad_key, grads[1])
         block.put_sources(grad_value, grads[2])
@@ -100,7 +102,7 @@ def causal_backward(grad, grad_end: State, query, key, value, mask, starts: Stat
             grad_q, grad_k, grad_v, carried = torch_causal.backward(
                 g, q, k, v, position, valid, start, carried, variant
             )
-            grad_q, grad_k = feature_gradient_(grad_q, q, scale, variant), feature_gradient_(grad_k, k, scale, variant)
+            grad_q, grad_k = feature_gradient(grad_q, q, scale, variant), feature_gradient(grad_k, k, scale, variant)
             block.put_sinks(grad_query[:, :, segment.tokens], segment.join(grad_q))
             block.put_sources(grad_key[:, :, segment.tokens], segment.join(grad_k))
             block.put_sources(grad_value[:, :, segment.tokens], segment.join(grad_v))
@@ -174,14 +176,13 @@ class Block(NamedTuple):
         """(B, N) -> (G, N)"""
         return None if mask is None else mask[self.rows].repeat_interleave(self.width, 0)
 
-    def room_for_sinks(self, x: Tensor) -> Tensor:
-        """Where to compute what `put_sinks` puts into x: its own memory, if that has the dtype of the sums."""
-        return _room(x[self.rows, self.query_heads])
+    def sinks_of(self, x: Tensor) -> Tensor | None:
+        """The sinks of x as a view, (G, ...), to write to; None if there is no such view."""
+        return _flat_view(x[self.rows, self.query_heads])
 
-    def room_for_sources(self, x: Tensor) -> Tensor:
-        """Likewise for `put_sources`, unless there is something to add to."""
-        view = x[self.rows, self.heads]
-        return _room(view) if self.first else torch.empty_like(view.flatten(0, 1))
+    def sources_of(self, x: Tensor) -> Tensor | None:
+        """Likewise for sources; None also where there is something to add to."""
+        return _flat_view(x[self.rows, self.heads]) if self.first else None
 
     def put_sinks(self, x: Tensor, part: Tensor) -> None:
         _put(x[self.rows, self.query_heads], part)
@@ -207,6 +208,14 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, length: int, parts: int) 
             for member in range(shared):
                 query_heads = slice(head * shared + member, stop * shared, shared)
                 yield Block(slice(row, row + rows), slice(head, stop), query_heads, stop - head, member == 0)
+
+
+def _scratch(query: Tensor, key: Tensor, value: Tensor) -> Scratch:
+    length, width = max(query.shape[2], key.shape[2]), max(query.shape[3], value.shape[3])
+    # the first block is the largest
+    block = next(_blocks(query, key, value, length, BIDIRECTIONAL_PARTS), None)
+    heads = 0 if block is None else query[block.rows, block.query_heads, :0].flatten(0, 1).shape[0]
+    return Scratch(heads * length * width, query)
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
@@ -280,10 +289,9 @@ def _segments(query: Tensor) -> Iterator[Segment]:
         yield Segment.of(slice(start, start + size), size, min(CHUNK, size))
 
 
-def _room(view: Tensor) -> Tensor:
-    """(rows, heads, ...) -> (G, ...), the same memory where that can be."""
-    flat = view.flatten(0, 1)
-    return flat if flat.dtype == sum_dtype(flat) else torch.empty_like(flat, dtype=sum_dtype(flat))
+def _flat_view(view: Tensor) -> Tensor | None:
+    rows, heads = view.shape[:2]
+    return view.flatten(0, 1) if rows == 1 or view.stride(0) == heads * view.stride(1) else None
 
 
 def _put(view: Tensor, part: Tensor) -> None:

@@ -6,12 +6,14 @@ pass is written by hand, since autograd would keep a dozen tensors of the size o
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .features import feature_gradient_, features, valid_values
+from .features import feature_gradient, features, sum_dtype, valid_values
 from .variant import FlowVariant
 
 
@@ -26,11 +28,36 @@ class Flows(NamedTuple):
     memory: Tensor  # S = Σ kᵀ c V, (G, D, E)
 
 
+class Scratch:
+    """Memory that one block of heads after another computes in. Fresh memory for each would cost as much as the sums:
+    the system hands it out page by page."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.buffers = like.new_empty(6, size, dtype=sum_dtype(like))
+
+    def __call__(self, index: int, *shape: int) -> Tensor | None:
+        return self.buffers[index, : math.prod(shape)].view(shape)
+
+
+def no_scratch(index: int, *shape: int) -> Tensor | None:
+    """For a graph, whose compiler has its own ideas about memory."""
+    return None
+
+
 def forward(
-    query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant, out: Tensor | None = None
+    query,
+    key,
+    value,
+    query_mask,
+    key_mask,
+    scale: float,
+    variant: FlowVariant,
+    scratch: Callable[..., Tensor | None] = no_scratch,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Flows]:
-    """R, (G, N, E), in the dtype of the sums; written to `out` where there is one."""
-    q, k = features(query, query_mask, scale, variant), features(key, key_mask, scale, variant)
+    """R, (G, N, E), written to `out` where there is one, else in the dtype of the sums."""
+    q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
+    k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
     key_sum, query_sum = k.sum(-2), q.sum(-2)
     inverse_incoming = _flow(q, key_sum, variant).reciprocal_()
@@ -61,29 +88,35 @@ def forward(
     if query_mask is not None:
         allocation = allocation.masked_fill(~query_mask, 0)
 
-    memory = k.mT @ (valid_values(value, key_mask) * competition[..., None])
-    result = torch.bmm(q, memory, out=out).mul_((allocation * inverse_incoming)[..., None])
+    competing = torch.mul(valid_values(value, key_mask), competition[..., None], out=scratch(2, *value.shape))
+    memory = k.mT @ competing
+    # products go to memory that is in the cache, and only the last step to `out`, which is not
+    result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
+    result = torch.mul(result, (allocation * inverse_incoming)[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
 
 
-def backward(grad, query, key, value, query_mask, key_mask, f: Flows, scale: float, variant: FlowVariant, out):
-    """The gradients of query, key and value, in the dtype of the sums, written to the three tensors `out`."""
-    grad_q, grad_k, grad_value = out
-    q, k = features(query, query_mask, scale, variant), features(key, key_mask, scale, variant)
+def backward(
+    grad, query, key, value, query_mask, key_mask, f: Flows, scale: float, variant: FlowVariant, scratch: Scratch, out
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, written to those of `out` that are there."""
+    q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
+    k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
     eps, (key_sum, query_sum, conserved_key_sum, conserved_query_sum) = variant.eps, f.sums.unbind(-2)
 
     # R = α/I · q S, and S = kᵀ c V
-    received_grad = valid_values(grad, query_mask) * (f.allocation * f.inverse_incoming)[..., None]
-    torch.bmm(received_grad, f.memory.mT, out=grad_q)
+    received = (f.allocation * f.inverse_incoming)[..., None]
+    received_grad = torch.mul(valid_values(grad, query_mask), received, out=scratch(2, *grad.shape))
+    grad_q = torch.bmm(received_grad, f.memory.mT, out=scratch(3, *q.shape))
     grad_memory = q.mT @ received_grad
-    taken = _row_dot(q, grad_q)  # ⟨dR, R⟩, which is α dα
-    competing = valid_values(value, key_mask) * f.competition[..., None]
-    torch.bmm(k, grad_memory, out=grad_value)  # still without c
-    given = _row_dot(grad_value, competing)  # c dc
-    torch.bmm(competing, grad_memory.mT, out=grad_k)
-    grad_value.mul_(f.competition[..., None])
+    taken = torch.mul(q, grad_q, out=scratch(4, *q.shape)).sum(-1)  # ⟨dR, R⟩, which is α dα
+    competing = torch.mul(valid_values(value, key_mask), f.competition[..., None], out=scratch(2, *value.shape))
+    grad_value = torch.bmm(k, grad_memory, out=scratch(4, *value.shape))  # still without c
+    given = torch.mul(grad_value, competing, out=scratch(5, *value.shape)).sum(-1)  # c dc
+    grad_value = torch.mul(grad_value, f.competition[..., None], out=out[2])
+    grad_k = torch.bmm(competing, grad_memory.mT, out=scratch(5, *k.shape))
     grad_conserved_incoming = _allocation_gradient(taken, f.allocation, n, m, variant)
     grad_conserved_outgoing = _competition_gradient(given, f.competition, m, variant)
     if variant.clamp is not None:
@@ -108,8 +141,8 @@ def backward(grad, query, key, value, query_mask, key_mask, f: Flows, scale: flo
         [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(given)],
         [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum],
     )
-    feature_gradient_(grad_q, q, scale, variant)
-    feature_gradient_(grad_k, k, scale, variant)
+    grad_query = feature_gradient(grad_q, q, scale, variant, out[0])
+    return grad_query, feature_gradient(grad_k, k, scale, variant, out[1]), grad_value
 
 
 def _competition_gradient(given: Tensor, competition: Tensor, m, variant: FlowVariant) -> Tensor:
@@ -154,10 +187,6 @@ def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
     # a row times a matrix: torch runs the heads of a column times a matrix one after another, seven times slower
     return (vector[..., None, :] @ x.mT).squeeze(-2)
-
-
-def _row_dot(x: Tensor, y: Tensor) -> Tensor:
-    return (x * y).sum(-1)
 
 
 def _weighted_sum(weight: Tensor, x: Tensor, eps: float = 0.0) -> Tensor:

@@ -1,0 +1,1 @@
+"""Flow-Attention as Triton kernels."""

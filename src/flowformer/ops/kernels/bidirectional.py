@@ -1,0 +1,362 @@
+"""Bidirectional Flow-Attention as Triton kernels: four passes forward, four backward, linear in time and memory.
+
+A pass is a grid of heads × segments. Each program walks over the tokens of one segment of one head; what it adds up
+goes to its own record in `partial`, and the next pass adds the records of a head in a fixed order, so that no result
+depends on who came first. Every second pass visits the heads in reverse, to find in the cache what the last one left.
+
+    sums         Σk, Σq (reads Q, K)                       flows             I, O, Σk/O, Σq/I (reads Q, K)
+    memory       Ô and S (reads K, V)                      result            Î, α, R (reads Q)
+    grad_memory  dS, d(Σk/O) (reads Q, dR)                 grad_competition  dÔ, dO, d(Σq/I), dΣq (reads K, V)
+    grad_query   dQ, dΣk (reads Q, dR)                     grad_source       dK, dV (reads K, V)
+
+Shapes: B sequences, H query heads, H_kv key heads, N sinks, M sources, D features, E values.
+A record is S (D, E), then four vectors (4, D), then four scalars, all float32:
+    forward   S | Σk, Σq, Σk/O, Σq/I | m, n, reference, Σ exp(Ô − reference); once finished, μ, r, reference, 1/Z
+    backward  dS | dΣk, dΣq, d(Σk/O), d(Σq/I) | unused
+S is kept as a mean, S/μ, so that it does not grow with the length: c = μ exp(Ô − reference)/Z, and α = σ(r·Î).
+Packed sequences are one row of a batch, (1, H, T, D), with the bounds of the sequences in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import operator
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import library
+from ..torch_backend import empty_result
+from ..variant import FlowVariant
+from ..varlen import Lengths
+from . import bidirectional_backward, bidirectional_forward, configs
+from .features import fast
+
+MAX_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MEMORY = 128 * 128  # numbers of S that one program holds; more are cut along E
+CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
+# a head is cut into segments until each processor has two programs, or a segment 128 tokens; and further, until it has
+# six programs, or a segment 1024 tokens, since what the programs add up must be written and read again
+SEGMENTS = ((2, 128), (6, 1024))
+INTERPRETED = not isinstance(bidirectional_forward.sums, triton.JITFunction)
+
+
+def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+    """R, (B, H, N, E), in the memory order of the query."""
+    longest = max(query.shape[2], key.shape[2])
+    return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant)
+
+
+def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+    """`bidirectional` of packed sequences, (T, H, E), which never asks the device for a length."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant)
+    return result[0].transpose(0, 1)
+
+
+def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
+    """Why these kernels cannot compute this; empty where they can."""
+    reasons = []
+    if query.dtype not in DTYPES:
+        reasons.append(f"{query.dtype} (the kernels take float32, bfloat16 and float16)")
+    if max(query.shape[-1], value.shape[-1]) > MAX_DIM:
+        reasons.append(f"head dimensions {query.shape[-1]} and {value.shape[-1]} (the kernels take up to {MAX_DIM})")
+    if not INTERPRETED and query.device.type != "cuda":
+        reasons.append(f"tensors on {query.device} (the kernels need a GPU)")
+    elif query.is_cuda and not _is_hopper(query.device):
+        if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+            reasons.append("a GPU older than Ampere")
+        if max(query.shape[-1], value.shape[-1]) > 64:
+            reasons.append(
+                f"head dimensions {query.shape[-1]} and {value.shape[-1]} (up to 64 on other GPUs than Hopper)"
+            )
+    if variant.allocation == "softmax":
+        reasons.append('allocation="softmax" (the kernels take "sigmoid" and "none")')
+    return reasons
+
+
+def _apply(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, scale, variant) -> Tensor:
+    keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    tensors = library.distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds)
+    inputs = *tensors, longest, keep, scale, *variant.as_args()
+    return _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
+
+
+class _Bidirectional(torch.autograd.Function):
+    # without setup_context, for which torch inspects the signature in every call
+    @staticmethod
+    def forward(ctx, *inputs):
+        result, kept = torch.ops.flowformer.triton_bidirectional(*inputs)
+        ctx.save_for_backward(*inputs[:7], kept)
+        ctx.longest, ctx.options = inputs[7], inputs[9:]
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        backward = torch.ops.flowformer.triton_bidirectional_backward
+        grads = library.differentiate(backward, grad, *ctx.saved_tensors, ctx.longest, *ctx.options)
+        return *grads, *(None for _ in range(6 + len(ctx.options)))
+
+
+def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
+    query, key, value = _dense(query), _dense(key), _dense(value)
+    result = empty_result(query, value.shape[-1])
+    sizes = _kept_sizes(query, key, value, query_bounds, keep)
+    kept = torch.empty(sum(sizes), dtype=torch.float32, device=query.device)
+    nothing = 0 in (*query.shape, *value.shape)
+    if nothing or query_bounds is not None:
+        # a token that belongs to no sequence is written by nobody
+        result.zero_()
+    if nothing:
+        return result, kept if keep else kept.new_empty(0)
+
+    query_mask, key_mask = _contiguous(query_mask), _contiguous(key_mask)
+    extras = query_mask, key_mask, query_bounds, key_bounds
+    plan = _planned((query, key, value, result), extras, longest, keep, options)
+    incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
+    with _on(query.device):
+        plan.launch("sums", query, key, *extras, partial)
+        plan.launch("flows", query, key, *extras, partial, incoming, outgoing)
+        plan.launch("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
+        plan.launch("finish", partial, records)
+        plan.launch("result", query, result, query_mask, query_bounds, records, incoming, allocation)
+    return result, kept if keep else kept.new_empty(0)
+
+
+def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):
+    grads = tuple((torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value))
+    if 0 in (*query.shape, *value.shape):
+        return tuple(x.zero_() for x in grads)
+    grad, query, key, value = _dense(grad), _dense(query), _dense(key), _dense(value)
+    outs = grad_query, grad_key, grad_value = tuple(_dense(x) for x in grads)
+
+    query_mask, key_mask = _contiguous(query_mask), _contiguous(key_mask)
+    extras = query_mask, key_mask, query_bounds, key_bounds
+    plan = _planned((query, key, value, grad, *outs), extras, longest, True, options)
+    sizes = _kept_sizes(query, key, value, query_bounds, True)
+    incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
+    scratch = [sizes[0], sizes[2], sizes[2], plan.partial, sizes[4], plan.products]
+    exchange, grad_outgoing, grad_conserved, partial, grad_records, products = torch.empty(
+        sum(scratch), dtype=torch.float32, device=query.device
+    ).split_with_sizes(scratch)
+    sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
+    per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
+    with _on(query.device):
+        plan.launch("grad_memory", query, grad, *sinks)
+        plan.launch("grad_finish", partial, records, grad_records, products)
+        sources = key_mask, key_bounds, records, partial, grad_records
+        plan.launch("grad_competition", key, value, *sources, products, *per_source)
+        plan.launch("grad_query", query, grad, grad_query, *sinks)
+        plan.launch("grad_source", key, value, grad_key, grad_value, *sources, *per_source)
+    return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
+
+
+def _fake_forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *_):
+    kept = sum(_kept_sizes(query, key, value, query_bounds, True)) if keep else 0
+    return empty_result(query, value.shape[-1]), query.new_empty(kept, dtype=torch.float32)
+
+
+def _fake_backward(grad, query, key, value, *_):
+    return tuple(torch.empty_like(x) for x in (query, key, value))
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? query_mask, Tensor? key_mask, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k"
+)
+library.register(
+    f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {library.VARIANT}) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+library.register(
+    f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {library.VARIANT})"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What calls of one kind are launched with: to work that out anew takes longer than the launches themselves."""
+
+    device: torch.device
+    partial: int  # numbers in all records of all segments
+    products: int  # numbers of ⟨S, dS⟩
+    grids: dict[str, tuple[int, int, int]]
+    numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
+    constants: dict[str, dict]
+    launches: dict[str, configs.Launch]
+    runners: dict = field(default_factory=dict)
+
+    def launch(self, name: str, *tensors: Tensor | None) -> None:
+        """Launches a kernel; from the second time on without Triton's search for the compiled one."""
+        if name in self.runners:
+            run, launch, rest = self.runners[name]
+            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            # as numbers, since Triton would ask the driver about each tensor
+            pointers = [None if x is None else x.data_ptr() for x in tensors]
+            run(*self.grids[name], stream, *launch, *pointers, *rest)
+            return
+        module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
+        kernel, constants, args = getattr(module, name), self.constants[name], (*tensors, *self.numbers[name])
+        options = {"num_warps": self.launches[name].warps} if name in self.launches else {}
+        compiled = kernel[self.grids[name]](*args, **constants, **options)
+        if not INTERPRETED:
+            rest = *self.numbers[name], *(constants[each] for each in kernel.arg_names[len(args) :])
+            # no hooks of profilers
+            self.runners[name] = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None), rest
+
+
+def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
+    # everything that Triton compiles for is in the key
+    query = tensors[0]
+    bounds = extras[2]
+    return _plan(
+        tuple((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors),
+        tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in extras),
+        None if bounds is None else bounds.shape[0] - 1,
+        query.dtype,
+        query.device,
+        longest,
+        keep,
+        options,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(tensors, extras, sequences, dtype, device, longest, keep, options) -> Plan:
+    scale, variant = options[0], FlowVariant(*options[1:])
+    (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, _, _ in tensors[:3])
+    value_dim = value_shape[-1]
+    records = heads * (batch if sequences is None else sequences)
+    align, strides = _strides(tensors)
+    block_d = max(16, triton.next_power_of_2(dim))
+    block_e = min(max(16, triton.next_power_of_2(value_dim)), MEMORY // block_d)
+    launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
+    multiply = {torch.float32: "ieee", torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
+    if multiply == "bf16" and dim < 8:
+        # the rounding of so few features does not average out
+        multiply = "bf16x3"
+    if INTERPRETED:
+        multiply = "rounded" if multiply == "bf16" else "ieee"
+    processors = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
+    segments = max(1, *(min(count * processors // records, longest // tokens) for count, tokens in SEGMENTS))
+    chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
+
+    dims = {"D": dim, "E": value_dim}
+    common = dims | {
+        "BLOCK_D": block_d,
+        "ALIGN": align,
+        "MAP": variant.feature_map,
+        "FAST": fast(torch.empty(0, dtype=dtype, device=device)),
+    }
+    tiled = common | {"BLOCK_E": block_e, "MULTIPLY": multiply}
+    shared, keeps = {"SHARED": heads // key_heads}, {"KEEP": keep}
+    competition, allocation = {"COMPETITION": variant.competition}, {"ALLOCATION": variant.allocation}
+    constants = {
+        "sums": common | shared,
+        "flows": common | shared | keeps,
+        "memory": tiled | shared | keeps | competition,
+        "result": tiled | keeps | allocation,
+        "grad_memory": tiled | allocation,
+        "grad_competition": tiled | shared | competition | {"CHUNKS": triton.next_power_of_2(chunks)},
+        "grad_query": tiled | allocation,
+        "grad_source": tiled | shared | competition,
+    }
+    for name, launch in launches.items():
+        eye = launch.eye and multiply in ("bf16", "bf16x3") and block_d <= 128
+        constants[name] |= {"BLOCK": launch.block, "STAGES": launch.stages, "EYE": eye}
+    if heads != key_heads:
+        # what is read anew for each query head need not be under way for several blocks
+        constants["grad_source"]["STAGES"] = 1
+    chunked = dims | {"CHUNK": CHUNK}
+    vectors = triton.next_power_of_2(4 * dim)
+    constants["finish"] = chunked | competition | {"VECTORS": vectors, "RESCALE": variant.rescale}
+    constants["grad_finish"] = chunked | {"BLOCK_D": block_d}
+    grids = dict.fromkeys(constants, (records * segments, 1, 1))
+    grids["sums"] = grids["flows"] = (records * segments, 2, 1)
+    grids["memory"] = grids["grad_memory"] = (records * segments, tiles, 1)
+    grids["finish"] = grids["grad_finish"] = (records, chunks, 1)
+    grids["grad_source"] = (records * key_heads // heads * segments, 1, 1)
+    flow = scale, variant.eps, variant.flow_eps
+    clamp = math.inf if variant.clamp is None else variant.clamp
+    of_sinks, of_sources = (sinks, heads, segments), (sources, heads, segments)
+    if len(strides) == 4:
+        q, k, v, r = strides
+        numbers = {
+            "sums": (*q, *k, sinks, *of_sources, scale),
+            "flows": (*q, *k, sinks, *of_sources, *flow),
+            "memory": (*k, *v, *of_sources, *flow, clamp),
+            "finish": (segments,),
+            "result": (*q, *r, *of_sinks, *flow),
+        }
+    else:
+        q, k, v, g, gq, gk, gv = strides
+        numbers = {
+            "grad_memory": (*q, *g, *of_sinks, scale, variant.eps),
+            "grad_finish": (segments,),
+            "grad_competition": (*k, *v, *of_sources, chunks, scale, variant.eps, clamp),
+            "grad_query": (*q, *g, *gq, *of_sinks, scale, variant.eps),
+            "grad_source": (*k, *v, *gk, *gv, *of_sources, scale, variant.eps, clamp),
+        }
+    partial = records * segments * _record_size(dim, value_dim)
+    return Plan(device, partial, records * chunks, grids, numbers, constants, launches)
+
+
+def _strides(tensors) -> tuple[int, list[list[int]]]:
+    """The power of two that divides every stride, up to 16, and the (batch, head, row) strides in that unit."""
+    strides = [
+        [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride, _ in tensors
+    ]
+    bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
+    align = bits & -bits
+    return align, [[s // align for s in each] for each in strides]
+
+
+def _kept_sizes(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> list[int]:
+    """How many numbers I, α, O, Ô and the records take; without a backward pass, only I and the records are there."""
+    batch, heads, length, dim = query.shape
+    sinks, sources = _aligned(batch * heads * length), _aligned(batch * heads * key.shape[2])
+    records = (batch if bounds is None else bounds.shape[0] - 1) * heads * _record_size(dim, value.shape[-1])
+    return [sinks, sinks, sources, sources, records] if keep else [sinks, 0, 0, 0, records]
+
+
+def _record_size(dim: int, value_dim: int) -> int:
+    return dim * (value_dim + 4) + 4
+
+
+def _aligned(count: int) -> int:
+    """Rounded up, so that what follows in memory is as aligned at every length."""
+    return -(-count // 4) * 4
+
+
+def _dense(x: Tensor) -> Tensor:
+    # a block of tokens is addressed in 32 bits
+    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
+
+
+def _contiguous(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous()
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

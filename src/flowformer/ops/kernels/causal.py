@@ -1,0 +1,455 @@
+"""Causal Flow-Attention by Triton kernels: the operators, their autograd, and how the kernels are launched.
+
+Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), or packed (T, H, D) and so on; mask (B, N) bool.
+The three tensors of a state are those of `FlowState`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import library, torch_backend
+from ..state import empty_state
+from ..torch_causal import State
+from ..variant import FlowVariant
+from . import causal_backward, causal_forward, causal_parts
+from .features import fast
+
+PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
+ENOUGH = 192  # heads that keep it busy alone: a second segment would only read its tokens more often
+SHORTEST = 256  # tokens worth a segment of their own
+
+
+class Shape(NamedTuple):
+    """How one kernel is launched."""
+
+    chunk: int  # tokens that meet in one product
+    warps: int
+    stages: int
+    registers: int | None = None  # at most, for each thread
+
+
+class Config(NamedTuple):
+    """How the kernels of one dtype and head dimension are launched."""
+
+    tile: int  # values, or features, of one program where they are shared out
+    sums: Shape  # the kernels without a product
+    flows: Shape
+    memory: Shape
+    output: Shape
+    gradient: Shape
+
+
+def _same(tile: int, *shape) -> Config:
+    return Config(tile, *[Shape(*shape)] * 5)
+
+
+CONFIGS = {
+    (torch.bfloat16, 64): Config(
+        64, Shape(32, 2, 2), Shape(32, 2, 2), Shape(64, 4, 2), Shape(64, 4, 2, 168), Shape(32, 4, 2)
+    ),
+    (torch.bfloat16, 128): _same(64, 64, 8, 2)._replace(gradient=Shape(32, 8, 1)),
+    (torch.bfloat16, 256): _same(64, 64, 8, 1)._replace(gradient=Shape(32, 8, 1)),
+    (torch.float16, 64): _same(64, 32, 4, 2),
+    (torch.float16, 128): _same(64, 32, 4, 2),
+    (torch.float16, 256): _same(64, 32, 8, 1),
+    (torch.float32, 64): _same(64, 32, 4, 1),
+    (torch.float32, 128): _same(32, 32, 4, 1),
+    (torch.float32, 256): _same(32, 32, 8, 1),
+}
+
+
+SCALARS = Shape(32, 1, 1)  # for a kernel that reads no features
+
+
+def config(query: Tensor, value: Tensor) -> Config:
+    width = max(query.shape[-1], value.shape[-1])
+    return CONFIGS[query.dtype, next(size for size in (64, 128, 256) if width <= size)]
+
+
+def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
+    """Why the causal kernels do not compute this; empty if they do."""
+    reasons = []
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        reasons.append(f"the kernels take float32, bfloat16 and float16, not {query.dtype}")
+    for name, x in (("query and key", query), ("value", value)):
+        if not 1 <= x.shape[-1] <= 256:
+            reasons.append(f"the kernels take head dimensions from 1 to 256, {name} have {x.shape[-1]}")
+    if variant.competition == "sigmoid":
+        reasons.append('the causal kernels have no competition="sigmoid"')
+    if variant.allocation == "softmax":
+        reasons.append('the causal kernels have no allocation="softmax"')
+    return reasons
+
+
+def causal(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+    """The result and the state after the last token; see `flow_attention_recurrent`."""
+    tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
+    inputs = *tensors[:4], None, query.shape[2], *tensors[4:]
+    result, *rest = _Causal.apply(*inputs, scale, *variant.as_args())
+    return result, tuple(rest[:3])
+
+
+def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Tensor:
+    """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
+    bounds, _, longest, _ = lengths
+    query, key, value = library.distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)))
+    none = (None, None, None)
+    result, *_ = _Causal.apply(query, key, value, None, bounds, longest, *none, scale, *variant.as_args())
+    return result[0].transpose(0, 1)
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, mask, bounds, longest, sums, memory, scalars, *options):
+        outputs = torch.ops.flowformer.triton_causal(
+            query, key, value, mask, bounds, longest, sums, memory, scalars, *options
+        )
+        ctx.save_for_backward(query, key, value, mask, bounds, scalars, outputs[0], *outputs[4:])
+        ctx.mark_non_differentiable(*outputs[4:])
+        # gradients that nobody asked for are None, and cost nothing
+        ctx.set_materialize_grads(False)
+        ctx.longest, ctx.options, ctx.has_state = longest, options, sums is not None
+        return outputs
+
+    @staticmethod
+    def backward(ctx, grad, *grads):
+        query, key, value, mask, bounds, scalars, result, *kept = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(result)
+        grads = library.differentiate(
+            torch.ops.flowformer.triton_causal_backward,
+            grad,
+            *grads[:3],
+            query,
+            key,
+            value,
+            mask,
+            bounds,
+            ctx.longest,
+            scalars,
+            result,
+            *kept,
+            *ctx.options,
+        )
+        state = grads[3:] if ctx.has_state else (None, None, None)
+        return *grads[:3], None, None, None, *state, *(None for _ in ctx.options)
+
+
+class Plan:
+    """What calls with inputs of the same shapes have in common, and the kernels compiled for them."""
+
+    def __init__(self, query, key, value, bounds, longest, scale, variant: FlowVariant):
+        batch, heads, length, dim = query.shape
+        self.rows = heads * (batch if bounds is None else bounds.numel() - 1)
+        self.segments = segment_count(self.rows, longest)
+        self.config = config(query, value)
+        chunk = max(shape.chunk for shape in self.config[1:])
+        self.size = max(1, triton.cdiv(longest, self.segments * chunk)) * chunk
+        self.plane = batch * heads * length
+        self.clamp = float("inf") if variant.clamp is None else variant.clamp
+        self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, scale
+        self.block_d, self.block_e = _block(dim), _block(value.shape[-1])
+        self.tile_d, self.tile_e = min(self.block_d, self.config.tile), min(self.block_e, self.config.tile)
+        self.feature_tiles, self.value_tiles = triton.cdiv(dim, self.tile_d), triton.cdiv(value.shape[-1], self.tile_e)
+        # fewer than sixteen features do not average the rounding of a product out
+        half = query.dtype == torch.bfloat16 and query.is_cuda and dim >= 16
+        self.features = {
+            "D": dim,
+            "MAP": variant.feature_map,
+            # float16 is finer than the fast sigmoid, and its range too small for the sums: it computes as float32 does
+            "FAST": half and fast(query),
+            "DOT": tl.bfloat16 if half else tl.float32,
+        }
+        self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
+        # three products of the tensor cores keep what one would lose of a float32
+        self.precision = {"PRECISION": "tf32x3" if query.is_cuda else "ieee"}
+        self.competition = {"COMPETITION": variant.competition != "none"}
+        self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
+        self.compiled: dict = {}
+
+    def launch(self, kernel, shape: Shape, args: tuple, options: dict, *, tiles=1, name="") -> None:
+        """Runs a kernel on every head, segment and tile; `name` tells its uses apart."""
+        run = self.compiled.get((kernel, name))
+        if run is not None:
+            run(*args)
+            return
+        options = {**options, "C": shape.chunk, "STAGES": shape.stages}
+        settings = {"num_warps": shape.warps, "maxnreg": shape.registers}
+        self._compile(kernel, name, (self.rows, self.segments, tiles), args, options, settings)
+
+    def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
+        """Adds up the memories of the segments before each, after each in reverse."""
+        args = partial, begin, before, end, self.segments
+        run = self.compiled.get((causal_forward.scan_kernel, ""))
+        if run is not None:
+            run(*args)
+            return
+        width = before.shape[-2] * before.shape[-1]
+        options = {"WIDTH": width, "BLOCK": min(256, triton.next_power_of_2(width)), "REVERSE": reverse}
+        grid = self.rows, triton.cdiv(width, options["BLOCK"]), 1
+        self._compile(causal_forward.scan_kernel, "", grid, args, options, {})
+
+    def _compile(self, kernel, name: str, grid: tuple, args: tuple, options: dict, settings: dict) -> None:
+        compiled = kernel[grid](*args, **options, **settings)
+        if compiled is not None:
+            # Triton's own launch looks at every argument again, which costs more than the kernel of a short sequence
+            start, rest = compiled[grid], tuple(options[each] for each in kernel.arg_names[len(args) :])
+            self.compiled[kernel, name] = lambda *args: start(*args, *rest)
+
+    def empty(self, like: Tensor, *shape) -> Tensor:
+        return like.new_empty(shape, dtype=torch.float32)
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def _plan(tensors, query, key, value, bounds, longest, scale, variant) -> Plan:
+    """The plan of a call, by everything a kernel could have been compiled for."""
+    seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
+    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST, config(query, value)
+    plan = _plans.get((seen, place))
+    if plan is None:
+        if len(_plans) >= 512:
+            _plans.clear()
+        plan = _plans[seen, place] = Plan(query, key, value, bounds, longest, scale, variant)
+    return plan
+
+
+def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, variant: FlowVariant):
+    """The result, the three tensors of the state after it, and what the backward pass needs."""
+    query, key, value = (_with_rows(x) for x in (query, key, value))
+    sums, memory, scalars = (None if x is None else x.contiguous() for x in (sums, memory, scalars))
+    result, ends, kept = empty_outputs(query, value, bounds, longest)
+    if bounds is not None:
+        result.zero_()
+    if not query.numel():
+        for end, part in zip(ends, empty_state(query, value) if sums is None else (sums, memory, scalars), strict=True):
+            end.copy_(part)
+        return result, *ends, *kept
+    tensors = query, key, value, mask, bounds, sums, memory, scalars
+    plan = _plan(tensors, query, key, value, bounds, longest, scale, variant)
+    flows, starts, logs, memories = kept
+    end_sums, end_memory, end_scalars = ends
+    rows, segments, plane, shapes = plan.rows, plan.segments, plan.plane, plan.config
+    split = segments > 1
+    positions = None if mask is None else _signed_positions(mask)
+    inputs = query, key, positions, bounds
+    strides = *query.stride()[:3], *key.stride()[:3]
+    flow = *plan.tokens, variant.eps, variant.flow_eps, plan.clamp
+    features = {**plan.features, "BLOCK_D": plan.block_d}
+    products = {**features, **plan.values, **plan.precision, **plan.roles, "BACKWARD": False}
+    partial = conserved = relative = totals = None
+    with device_of(query):
+        if split:
+            partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
+            relative, totals = plan.empty(query, 2, plane), plan.empty(query, rows, segments)
+            args = *inputs, partial, *strides, *plan.tokens
+            plan.launch(causal_forward.sums_kernel, shapes.sums, args, features)
+        args = (
+            *inputs, sums, scalars, partial, conserved, relative, flows, plane, starts, logs, end_sums, end_scalars,
+            *strides, *flow,
+        )  # fmt: skip
+        options = {**features, **plan.competition}
+        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, **plan.precision, "SPLIT": split})
+        if split:
+            args = (
+                *inputs, sums, scalars, conserved, relative, flows, plane, starts, totals, end_sums, *strides, *flow,
+            )  # fmt: skip
+            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, options)
+            increments = torch.empty_like(memories)
+            args = (
+                key, value, None, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments, None,
+                *key.stride()[:3], *value.stride()[:3], 0, 0, 0, *plan.tokens, plan.clamp,
+            )  # fmt: skip
+            plan.launch(causal_forward.memory_kernel, shapes.memory, args, products, tiles=plan.value_tiles)
+            plan.scan(increments, memory, memories, end_memory, reverse=False)
+        args = (
+            query, key, value, result, None, positions, bounds, scalars, memory, flows, plane, logs, memories,
+            end_memory, None, *strides, *value.stride()[:3], *result.stride()[:3], 0, 0, 0, *plan.tokens, plan.clamp,
+        )  # fmt: skip
+        products["SPLIT"] = split
+        plan.launch(causal_forward.output_kernel, shapes.output, args, products, tiles=plan.value_tiles)
+    return result, *ends, *kept
+
+
+def backward(
+    grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, bounds, longest, scalars, result, flows,
+    starts, logs, memories, scale, variant: FlowVariant,
+):  # fmt: skip
+    """The gradients of query, key and value, and of the state before the first token."""
+    query, key, value, grad = (_with_rows(x) for x in (query, key, value, grad))
+    grad_sums, grad_memory, grad_scalars, scalars = (
+        None if x is None else x.contiguous() for x in (grad_sums, grad_memory, grad_scalars, scalars)
+    )
+    (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
+    sequences = batch if bounds is None else bounds.shape[0] - 1
+    start_sums, start_memory, start_scalars = empty_parts(query, sequences, value_dim)
+    shared = heads // max(key.shape[1], 1)
+    grad_query = torch.empty_like(query)
+    # every query head writes its own; those that share a key head are added up in a fixed order afterwards
+    grad_key, grad_value = (
+        torch.empty_like(x) if shared == 1 else x.new_empty(batch, heads, *x.shape[2:]) for x in (key, value)
+    )
+    if bounds is not None:
+        for x in (grad_query, grad_key, grad_value):
+            x.zero_()
+    if not query.numel():
+        pairs = (start_sums, grad_sums), (start_memory, grad_memory), (start_scalars, grad_scalars)
+        for start, end in pairs:
+            start.zero_() if end is None else start.copy_(end)
+        return grad_query, torch.zeros_like(key), torch.zeros_like(value), start_sums, start_memory, start_scalars
+    tensors = query, key, value, mask, bounds, grad, grad_sums, grad_memory, grad_scalars, scalars, result
+    plan = _plan((*tensors, flows, starts, logs, memories), query, key, value, bounds, longest, scale, variant)
+    rows, segments, plane, tiles, shapes = plan.rows, plan.segments, plan.plane, plan.value_tiles, plan.config
+    chunk, planes = shapes.gradient.chunk, causal_backward.GRAD_PLANES.value
+    grads = plan.empty(query, planes + 2 * tiles, plane)
+    overlap, gain = grads[planes:], grads[planes + tiles :]
+    carried, (conserved, partial) = plan.empty(query, rows, segments), plan.empty(query, 2, rows, segments, 2, dim)
+    vectors = plan.empty(query, rows, segments, plan.size // chunk, 4, dim)
+    increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
+    positions = None if mask is None else _signed_positions(mask)
+    inputs = query, key, positions, bounds, scalars
+    strides = *query.stride()[:3], *key.stride()[:3]
+    features, counted = {**plan.features, "BLOCK_D": plan.block_d}, {"TILES": tiles}
+    products = {**plan.values, **plan.precision, **plan.roles}
+    with device_of(query):
+        args = (
+            query, grad, result, positions, bounds, scalars, flows, plane, None, logs, None, increments, overlap,
+            *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
+        )  # fmt: skip
+        options = {**features, **products, "BACKWARD": True}
+        plan.launch(causal_forward.memory_kernel, shapes.memory, args, options, tiles=tiles)
+        plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
+        args = (
+            key, query, grad, grad_value, value, positions, bounds, scalars, None, flows, plane, logs, grad_memories,
+            None, gain, *key.stride()[:3], *query.stride()[:3], *grad.stride()[:3], *grad_value.stride()[:3],
+            *value.stride()[:3], *plan.tokens, plan.clamp,
+        )  # fmt: skip
+        plan.launch(causal_forward.output_kernel, shapes.output, args, {**options, "SPLIT": True}, tiles=tiles)
+        if plan.roles["COMPETITION"]:
+            args = (
+                bounds, flows, grads, plane, logs, carried, heads, query.shape[2], plan.size, segments, plan.clamp,
+            )  # fmt: skip
+            plan.launch(causal_backward.competition_gradient_kernel, SCALARS, args, counted)
+        args = (
+            *inputs, grad_scalars, flows, grads, plane, logs, carried, conserved, start_scalars,
+            *strides, *plan.tokens, variant.eps, plan.clamp,
+        )  # fmt: skip
+        options = {**features, **plan.roles, **counted}
+        plan.launch(causal_backward.conserved_gradient_kernel, shapes.sums, args, options)
+        args = (
+            *inputs, grad_sums, flows, grads, plane, conserved, partial, vectors, start_sums,
+            *strides, *plan.tokens, variant.eps,
+        )  # fmt: skip
+        shape, options = shapes.flows._replace(chunk=chunk), {**features, **plan.precision, **counted}
+        plan.launch(causal_backward.flow_gradient_kernel, shape, args, options)
+        products |= {**plan.features, **counted, "BLOCK_D": plan.tile_d, "BLOCK_E": plan.block_e}
+        sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
+        for reverse, (*sources, states) in enumerate(sides):
+            args = (
+                *sources, *inputs[2:], grad_sums, flows, grads, plane, logs, starts, states, conserved, partial,
+                vectors, start_sums, *(stride for x in sources for stride in x.stride()[:3]),
+                *plan.tokens, variant.eps, plan.clamp,
+            )  # fmt: skip
+            whole = plan.feature_tiles == 1
+            options = {**products, "WHOLE": whole, "REVERSE": bool(reverse)}
+            if plan.features["DOT"] == tl.bfloat16 and not (whole or reverse):
+                # dQ is a small difference of large terms, which only a program with all features can balance
+                options |= {"DOT": tl.float32, "PRECISION": "tf32"}
+            kernel, name = causal_backward.gradient_kernel, "key" if reverse else "query"
+            plan.launch(kernel, shapes.gradient, args, options, tiles=plan.feature_tiles, name=name)
+    if shared > 1:
+        grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
+    return grad_query, grad_key, grad_value, start_sums, start_memory, start_scalars
+
+
+def segment_count(rows, longest):
+    """How many segments each of `rows` heads is cut into; symbolic if they are."""
+    if rows >= ENOUGH:
+        return 1
+    fitting = PROGRAMS // torch.sym_max(rows, 1)
+    return torch.sym_max(1, torch.sym_min(fitting, (longest + SHORTEST - 1) // SHORTEST))
+
+
+def empty_outputs(query, value, bounds, longest):
+    """The result, the end state, and the flows, starts, logs and memories of `causal_forward`, uninitialised."""
+    batch, heads, length, dim = query.shape
+    sequences = batch if bounds is None else bounds.shape[0] - 1
+    rows, segments = sequences * heads, segment_count(sequences * heads, longest)
+    ends = empty_parts(query, sequences, value.shape[-1])
+    shapes = (
+        (causal_parts.PLANES, batch, heads, length),
+        (rows, segments, 4, dim),
+        (rows, segments + 1),
+        (rows, segments, dim, value.shape[-1]),
+    )
+    kept = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return torch_backend.empty_result(query, value.shape[-1]), ends, kept
+
+
+def empty_parts(query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
+    """The three tensors of a state, uninitialised."""
+    heads, dim = query.shape[1], query.shape[3]
+    shapes = (batch, heads, 4, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def _signed_positions(mask: Tensor) -> Tensor:
+    positions = mask.cumsum(1, dtype=torch.int32)
+    return torch.where(mask, positions, -positions)
+
+
+def _block(dim: int) -> int:
+    # a product of the tensor cores has at least sixteen columns
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def device_of(x: Tensor):
+    """Makes the device of x the current one, which Triton launches on."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+
+
+def _forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
+    return forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, FlowVariant(*variant))
+
+
+def _backward(*args):
+    return backward(*[*args[:17], FlowVariant(*args[17:])])
+
+
+def _fake_forward(query, key, value, mask, bounds, longest, *_):
+    result, ends, kept = empty_outputs(query, value, bounds, longest)
+    return result, *ends, *kept
+
+
+def _fake_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, bounds, *_):
+    sequences = query.shape[0] if bounds is None else bounds.shape[0] - 1
+    return *(torch.empty_like(x) for x in (query, key, value)), *empty_parts(query, sequences, value.shape[-1])
+
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, SymInt longest"
+library.register(
+    f"triton_causal({_INPUTS}, Tensor? sums, Tensor? memory, Tensor? scalars, {library.VARIANT})"
+    f" -> ({', '.join(['Tensor'] * 8)})",
+    _forward,
+    _fake_forward,
+)
+library.register(
+    f"triton_causal_backward(Tensor grad, Tensor? grad_sums, Tensor? grad_memory, Tensor? grad_scalars, {_INPUTS}, "
+    f"Tensor? scalars, Tensor result, Tensor flows, Tensor starts, Tensor logs, Tensor memories, {library.VARIANT})"
+    f" -> ({', '.join(['Tensor'] * 6)})",
+    _backward,
+    _fake_backward,
+)

@@ -1,0 +1,78 @@
+"""How the bidirectional kernels are launched: fixed tables by head dimension and precision, measured on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    block: int  # tokens at once
+    warps: int
+    stages: int  # blocks of tokens under way
+    eye: bool = True  # whether tokens enter through a matrix product, see `blocks.features`
+
+
+KERNELS = (
+    "sums",
+    "flows",
+    "memory",
+    "result",
+    "grad_memory",
+    "grad_competition",
+    "grad_query",
+    "grad_source",
+)
+
+
+def _table(*launches: tuple) -> dict[str, Launch]:
+    return {name: Launch(*launch) for name, launch in zip(KERNELS, launches, strict=True)}
+
+
+# by the larger of the two head dimensions, up to the one given
+HALF = {
+    16: _table(
+        (256, 4, 1, False),
+        (256, 4, 1, False),
+        (64, 4, 3),
+        (128, 4, 3),
+        (256, 4, 3),
+        (128, 4, 3),
+        (128, 4, 2),
+        (128, 4, 3),
+    ),
+    64: _table(
+        (32, 4, 3, False),
+        (64, 4, 3),
+        (64, 4, 3),
+        (128, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+    ),
+    128: _table(
+        (64, 4, 3, False),
+        (64, 4, 3, False),
+        (128, 8, 2),
+        (128, 8, 3),
+        (64, 8, 1),
+        (64, 8, 3),
+        (64, 8, 3),
+        (64, 8, 1),
+    ),
+    256: _table((32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
+}
+# float32 is multiplied without tensor cores
+FLOAT = {
+    64: _table(*[(32, 4, 1)] * len(KERNELS)),
+    256: _table(*[(16, 8, 1)] * len(KERNELS)),
+}
+
+
+def bidirectional(dim: int, value_dim: int, dtype: torch.dtype, is_hopper: bool = True) -> dict[str, Launch]:
+    table = FLOAT if dtype == torch.float32 else HALF
+    launches = next(launches for size, launches in table.items() if size >= max(dim, value_dim))
+    # other chips have less shared memory
+    return launches if is_hopper else {name: launch._replace(stages=1) for name, launch in launches.items()}

@@ -1,0 +1,61 @@
+"""The feature map φ and its derivative, for use inside Triton kernels.
+
+Everything here takes and returns float32. FAST selects the hardware's tanh, whose error of 2⁻¹¹ lies below the rounding
+of bfloat16 but not of float32; `fast` says where it may be used.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def fast(x: torch.Tensor) -> bool:
+    """Whether kernels over x may use the approximate sigmoid: half precision, on NVIDIA hardware that has a tanh."""
+    if x.dtype == torch.float32 or not x.is_cuda or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (7, 5)
+
+
+@triton.jit
+def _half_sigmoid(x):
+    """The sigmoid of 2x: one special-function instruction instead of two and a division."""
+    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 0.5 * tanh + 0.5
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    if FAST:
+        return _half_sigmoid(0.5 * x)
+    # exp of a negative number only, so that nothing overflows
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
+    """φ(scale·x), MAP being the `feature_map` of a FlowVariant."""
+    x = x.to(tl.float32)
+    if MAP == "sigmoid" and FAST:
+        return _half_sigmoid(x * (0.5 * scale))
+    x *= scale
+    if MAP == "sigmoid":
+        return sigmoid(x, False)
+    elif MAP == "elu+1":
+        return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def feature_gradient(grad, phi, scale, MAP: tl.constexpr):
+    """The gradient of x from that of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
+    if MAP == "sigmoid":
+        grad = grad * phi * (1.0 - phi)
+    elif MAP == "elu+1":
+        grad = grad * tl.minimum(phi, 1.0)
+    else:
+        grad = tl.where(phi > 0, grad, 0.0)
+    return grad * scale
