@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,9 @@ from torch import Tensor
 
 from . import library, reference, varlen
 from .variant import FlowVariant, nearest
+
+# found, not imported, which would take longer than the rest of the package
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Backend(NamedTuple):
@@ -69,16 +71,11 @@ def _none(*_) -> list[str]:
 def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"tensors on {query.device} (the kernels need a GPU)"]
-    if not _has_triton():
+    if not HAS_TRITON:
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
     return _kernels(is_causal).refusals(query, key, value, variant)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _kernels(is_causal: bool):
