@@ -9,7 +9,8 @@ from helpers import VARIANTS, oracle, with_gradients
 from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
-from flowformer.nn import record_maps, sinks_apart
+from flowformer.nn import build_attention, record_maps, sinks_apart
+from flowformer.nn.attention import ABLATIONS
 
 WIDTH, HEADS = 12, 3
 
@@ -296,3 +297,12 @@ def test_recorded_maps_are_those_of_the_call():
 def test_recording_a_model_without_flows_is_an_error():
     with pytest.raises(ValueError, match="has no Flow-Attention"), record_maps(nn.Linear(3, 3)):
         pass
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_by_name(name):
+    ablated = build_attention(name, 24, 4, variant="rl").variant
+    assert ablated != FlowVariant.named("rl")
+    assert ablated.clamp == 10
+    x = torch.randn(2, 9, 24)
+    assert build_attention(name, 24, 4)(x).shape == x.shape

@@ -1,7 +1,46 @@
 """The attentions that Flow-Attention is compared with, by name, under the calling convention of `flow_attention`."""
 
+from .bigbird import BigBirdAttention
+from .cosformer import CosformerAttention
 from .linear import LinearAttention
-from .registry import Mechanism, build, names
+from .linformer import LinformerAttention
+from .local import LocalAttention
+from .longformer import LongformerAttention
+from .nystromformer import NystromformerAttention
+from .performer import PerformerAttention, PerformerReluAttention
+from .reformer import ReformerAttention
+from .registry import Mechanism, build, capabilities, get, names
+from .rfa import GatedRFAAttention, RFAAttention
+from .sinkhorn import SinkhornAttention
+from .soft import SoftAttention
 from .softmax import SoftmaxAttention
+from .sparse import SparseAttention
+from .synthesizer import DenseSynthesizerAttention, SynthesizerAttention
+from .yoso import YosoAttention
 
-__all__ = ["LinearAttention", "Mechanism", "SoftmaxAttention", "build", "names"]
+__all__ = [
+    "BigBirdAttention",
+    "CosformerAttention",
+    "DenseSynthesizerAttention",
+    "GatedRFAAttention",
+    "LinearAttention",
+    "LinformerAttention",
+    "LocalAttention",
+    "LongformerAttention",
+    "Mechanism",
+    "NystromformerAttention",
+    "PerformerAttention",
+    "PerformerReluAttention",
+    "RFAAttention",
+    "ReformerAttention",
+    "SinkhornAttention",
+    "SoftAttention",
+    "SoftmaxAttention",
+    "SparseAttention",
+    "SynthesizerAttention",
+    "YosoAttention",
+    "build",
+    "capabilities",
+    "get",
+    "names",
+]

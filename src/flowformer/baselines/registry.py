@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.checks import attention_inputs, attention_masks, causal_lengths
@@ -18,6 +19,7 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
+    bidirectional: ClassVar[bool] = True
     causal: ClassVar[bool] = True
     masks: ClassVar[bool] = True
     cross: ClassVar[bool] = True  # queries and keys may be of different number
@@ -36,12 +38,20 @@ class Mechanism(nn.Module):
         attention_masks(query, key, query_mask, key_mask)
         if is_causal:
             causal_lengths(query, key)
-        wanted = {"causal": is_causal, "masks": query_mask is not None or key_mask is not None}
-        wanted["cross"] = query.shape[2] != key.shape[2]
+        wanted = {
+            "bidirectional": not is_causal,
+            "causal": is_causal,
+            "masks": query_mask is not None or key_mask is not None,
+            "cross": query.shape[2] != key.shape[2],
+        }
         missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
         if missing:
             raise NotImplementedError(f"{self.name} attention does not support: {', '.join(missing)}.")
-        result = self.attend(query, key, value, is_causal, query_mask, key_mask)
+        if query.shape[2] == 0 or key.shape[2] == 0:
+            return query.new_zeros(*query.shape[:3], value.shape[-1])
+        # sums over many tokens must not be rounded to what autocast would choose
+        with torch.autocast(query.device.type, enabled=False):
+            result = self.attend(query, key, value, is_causal, query_mask, key_mask)
         return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
@@ -72,6 +82,16 @@ def get(name: str) -> type[Mechanism]:
     if name not in _REGISTRY:
         raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: flow, {', '.join(names())}.")
     return _REGISTRY[name]
+
+
+def capabilities() -> str:
+    """What each rival can do, as a table in markdown."""
+    abilities = ("bidirectional", "causal", "masks", "cross")
+    lines = [f"| attention | {' | '.join(abilities)} |", "| --- " * (1 + len(abilities)) + "|"]
+    for name in names():
+        marks = ("yes" if getattr(get(name), ability) else "no" for ability in abilities)
+        lines.append(f"| `{name}` | {' | '.join(marks)} |")
+    return "\n".join(lines)
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **options) -> Mechanism:

@@ -206,6 +206,18 @@ class RivalAttention(ProjectedAttention):
         return self._join(result)
 
 
+# the ablations of the paper, as names
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "flow-without-competition": {"competition": "none"},
+    "flow-without-allocation": {"allocation": "none"},
+    "flow-elu+1": {"feature_map": "elu+1"},
+    "flow-relu": {"feature_map": "relu"},
+    "flow-sigmoid-sigmoid": {"competition": "sigmoid"},
+    "flow-sigmoid-softmax": {"competition": "sigmoid", "allocation": "softmax"},
+    "flow-softmax-softmax": {"allocation": "softmax"},
+}
+
+
 def build_attention(
     name: str,
     embed_dim: int,
@@ -215,12 +227,16 @@ def build_attention(
     max_length: int | None = None,
     **options,
 ) -> FlowAttention | RivalAttention:
-    """Flow-Attention, or the rival of that name in its place.
+    """Flow-Attention, one of its ablations, or the rival of that name in its place.
+
+    Names are "flow", those of `ABLATIONS` (of two activations the first is the competition's), and those of
+    `baselines.names`.
 
     >>> type(build_attention("flow", 32, 4)).__name__, type(build_attention("linear", 32, 4)).__name__
     ('FlowAttention', 'RivalAttention')
     """
-    if name == "flow":
+    if name == "flow" or name in ABLATIONS:
+        variant = replace(checks.variant(variant), **ABLATIONS.get(name, {}))
         return FlowAttention(embed_dim, num_heads, variant=variant, **options)
     return RivalAttention(embed_dim, num_heads, name=name, max_length=max_length, **options)
 

@@ -1,0 +1,54 @@
+"""cosFormer: ReLU features weighted by the distance of the tokens. Linear in time and memory.
+
+Shapes: B batch, H heads, N queries, M keys, D features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .linear import causal_product
+from .registry import Mechanism, register
+from .tokens import check_length, positions, required_length, valid
+
+
+@register
+class CosformerAttention(Mechanism):
+    """cosFormer (Qin et al., 2022): weights ReLU(q_i)·ReLU(k_j) cos(π/2 · (i − j)/L), normalised by their sum.
+
+    The cosine of a difference is a product of cosines plus one of sines, so it splits into 2·D features. Positions i
+    and j count the tokens that take part.
+
+    Args:
+        max_length: L, for which the paper takes the longest sequence. It is fixed here, so that the past of a causal
+            sequence does not depend on how long it grows.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> CosformerAttention(max_length=8)(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "cosformer"
+    eps = 1e-6  # least normaliser, as published
+
+    def __init__(
+        self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
+    ) -> None:
+        super().__init__()
+        self.max_length = required_length(self.name, max_length)
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        check_length(self.name, self.max_length, query, key)
+        q = self._features(query, key_mask if is_causal else query_mask)
+        k, v = self._features(key, key_mask), F.pad(valid(value, key_mask), (0, 1), value=1.0)
+        product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
+        return (product[..., :-1] / product[..., -1:].clamp_min(self.eps)).to(query.dtype)
+
+    def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = valid(x, mask).relu()
+        angle = positions(x, mask)[:, None, :, None].to(x.dtype) * (math.pi / 2 / self.max_length)
+        return torch.cat([x * angle.cos(), x * angle.sin()], -1)

@@ -1,0 +1,46 @@
+"""Local attention: softmax(QKᵀ/√d) V inside windows that do not overlap. O(N·C) for windows of C tokens.
+
+Shapes: B batch, H heads, N tokens, D features, T windows of C tokens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .blocks import BlockMechanism, join, softmax_blocks, split
+from .registry import register
+
+
+@register
+class LocalAttention(BlockMechanism):
+    """Attention inside contiguous windows, the local baseline of the Long-Range Arena (Tay et al., 2021).
+
+    Args:
+        window: tokens of a window, C.
+
+    >>> import torch
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> LocalAttention(window=3)(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        max_length: int | None = None,
+        window: int = 50,
+    ):
+        super().__init__()
+        self.check_sizes(window=window)
+        self.window = window
+
+    def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
+        q, k, v, seen = (split(x, self.window) for x in (query, key, value, sources))  # (B, H, T, C, …)
+        seen = seen.mT
+        if is_causal:
+            seen = seen & seen.new_ones(self.window, self.window).tril()
+        return join(softmax_blocks(q, k, v, seen), query.shape[2])

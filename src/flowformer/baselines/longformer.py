@@ -1,0 +1,75 @@
+"""Longformer: a sliding window, and a few global tokens that see all and are seen by all. O(N·(window + global)).
+
+Shapes: B batch, H heads, N tokens, D features, G global tokens, T blocks of C = window / 2 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockMechanism, join, neighbours, offsets, softmax_blocks, split
+from .registry import register
+
+
+@register
+class LongformerAttention(BlockMechanism):
+    """Sliding-window attention with global tokens (Beltagy et al., 2020).
+
+    Token i sees the tokens j with |i − j| ≤ window / 2, and the first `global_tokens`, which see every token. Causal,
+    all of them see only the past. Heads come here projected, so global tokens have no projections of their own.
+
+    Args:
+        window: even; half of it on each side. 512 is also the setting of the Long-Range Arena.
+        global_tokens: how many of the first tokens are global: 1 is a class token. The Long-Range Arena has 0.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> LongformerAttention(window=2)(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "longformer"
+
+    def __init__(
+        self,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        max_length: int | None = None,
+        window: int = 512,
+        global_tokens: int = 1,
+    ):
+        super().__init__()
+        self.check_sizes(window=window)
+        if window % 2:
+            raise ValueError(f"longformer attention needs an even window, half of it on each side, got {window}.")
+        if global_tokens < 0:
+            raise ValueError(f"longformer attention needs 0 or more global_tokens, got {global_tokens}.")
+        self.window = window
+        self.global_tokens = global_tokens
+
+    def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
+        length, count = query.shape[2], min(self.global_tokens, query.shape[2])
+        reach, after = self.window // 2, 0 if is_causal else 1
+        positions = torch.arange(length, device=query.device)
+        # a global token within the window is seen once, as a global one
+        within = sources & (positions >= count)[:, None]
+        q, k, v, within = (split(x, reach) for x in (query, key, value, within))  # (B, H, T, C, …)
+        k, v, within = (neighbours(x, 1, after) for x in (k, v, within))
+        offset = offsets(reach, 1, after, query.device)
+        seen = within.mT & (offset.abs() <= reach)
+        if is_causal:
+            seen = seen & (offset <= 0)
+
+        # every global token is in the past of the others, which these blocks are for: no causal mask here
+        every = sources[:, :, None].mT  # (B, 1, 1, 1, N)
+        k, v = (
+            torch.cat([x[:, :, None, :count].expand(-1, -1, y.shape[2], -1, -1), y], 3)
+            for x, y in ((key, k), (value, v))
+        )
+        seen = torch.cat([every[..., :count].expand(*seen.shape[:-1], -1), seen], -1)
+        result = join(softmax_blocks(q, k, v, seen), length)
+        if is_causal:
+            every = every & (positions <= positions[:count, None])
+        first = softmax_blocks(query[:, :, None, :count], key[:, :, None], value[:, :, None], every)[:, :, 0]
+        return torch.cat([first, result[:, :, count:]], 2)

@@ -1,0 +1,85 @@
+"""Nyströmformer: softmax attention through landmarks. Linear in time and memory.
+
+Shapes: B batch, H heads, N queries, M keys, D features, L landmarks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .registry import Mechanism, register
+from .tokens import masked_softmax, packed, segment_means, unpacked, valid
+
+
+@register
+class NystromformerAttention(Mechanism):
+    """Nyströmformer (Xiong et al., 2021): softmax(Q K̃ᵀ) softmax(Q̃ K̃ᵀ)⁺ softmax(Q̃ Kᵀ) V, all products over √d.
+
+    Landmarks Q̃ and K̃ are the means of consecutive segments of the tokens that take part. The pseudo-inverse is that of
+    a few Newton–Schulz steps. With as many landmarks as tokens and enough steps, this is softmax attention.
+
+    Args:
+        landmarks: L. A shorter sequence has a landmark for each token.
+        steps: of the pseudo-inverse.
+        convolution: the odd width of a depth-wise convolution of the values along the sequence, added to the result, or
+            None for none.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> NystromformerAttention(num_heads=2)(x, x, x).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "nystromformer"
+    causal = False
+    cross = False
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int | None = None,
+        max_length: int | None = None,
+        landmarks: int = 64,
+        steps: int = 6,
+        convolution: int | None = 35,
+    ) -> None:
+        super().__init__()
+        if landmarks < 1:
+            raise ValueError(f"landmarks must be positive, got {landmarks}.")
+        if convolution is not None and (convolution < 1 or convolution % 2 == 0):
+            raise ValueError(f"convolution must be a positive odd width or None, got {convolution}.")
+        self.landmarks = landmarks
+        self.steps = steps
+        self.convolution: nn.Parameter | None = None
+        if convolution is not None:
+            self.convolution = nn.Parameter(torch.empty(num_heads, 1, convolution, 1))
+            nn.init.uniform_(self.convolution, -(convolution**-0.5), convolution**-0.5)
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        q, k, v = valid(query, query_mask) * query.shape[-1] ** -0.5, valid(key, key_mask), valid(value, key_mask)
+        q_landmarks, sinks = segment_means(q, query_mask, self.landmarks)
+        k_landmarks, sources = segment_means(k, key_mask, self.landmarks)
+        sources = sources[:, None, None]
+        from_landmarks = masked_softmax(q @ k_landmarks.mT, sources)  # (B, H, N, L)
+        between = masked_softmax(q_landmarks @ k_landmarks.mT, sources & sinks[:, None, :, None])  # (B, H, L, L)
+        to_landmarks = masked_softmax(q_landmarks @ k.mT, None if key_mask is None else key_mask[:, None, None])
+        result = from_landmarks @ (pseudo_inverse(between, self.steps) @ (to_landmarks @ v))
+        if self.convolution is not None:
+            kernel = self.convolution.to(v.dtype)
+            near = F.conv2d(packed(v, key_mask), kernel, padding=(kernel.shape[2] // 2, 0), groups=v.shape[1])
+            result = result + valid(unpacked(near, key_mask), key_mask)
+        return result.to(query.dtype)
+
+
+def pseudo_inverse(matrix: Tensor, steps: int) -> Tensor:
+    """A⁺ of (…, L, L) by Newton–Schulz of third order; rows and columns of zeros stay out of it."""
+    size = matrix.abs()
+    bound = size.sum(-1).amax(-1) * size.sum(-2).amax(-1)  # ‖A‖∞ ‖A‖₁, of each matrix, whatever else is in the batch
+    inverse = matrix.mT / bound.clamp_min(torch.finfo(matrix.dtype).tiny)[..., None, None]
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    for _ in range(steps):
+        product = matrix @ inverse
+        inverse = inverse @ (13 * identity - product @ (15 * identity - product @ (7 * identity - product))) / 4
+    return inverse

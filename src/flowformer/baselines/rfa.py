@@ -1,0 +1,94 @@
+"""Random feature attention, with and without a gate that forgets. Linear in time and memory.
+
+Shapes: B batch, H heads, N queries, M keys, D features of a head, R random directions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .decay import decayed_product
+from .directions import RandomDirections
+from .linear import causal_product
+from .registry import Mechanism, register
+from .tokens import valid
+
+
+@register
+class RFAAttention(Mechanism):
+    """RFA (Peng et al., 2021): φ(Q) (φ(K)ᵀV) / φ(Q) Σφ(K) with φ(x) = [sin(w·x̂), cos(w·x̂)]/√R of normalised x̂.
+
+    φ(q)·φ(k) is on average the Gaussian kernel of q̂ and k̂, hence proportional to exp(q̂·k̂). The directions w of a head
+    are random, times a learned width σ of each feature, which starts at 1.
+
+    Args:
+        features: R; φ has twice as many entries.
+        seed: of the directions. Layers that should differ need different seeds.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> RFAAttention(num_heads=2, head_dim=4)(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "rfa"
+    eps = 1e-3  # least normaliser: a random kernel may fall below 0
+
+    def __init__(
+        self, *, num_heads: int, head_dim: int, max_length: int | None = None, features: int = 64, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.directions = RandomDirections(num_heads, features, head_dim, seed)
+        self.sigma = nn.Parameter(torch.ones(num_heads, 1, head_dim))
+
+    def redraw(self) -> None:
+        """New random directions, which training calls for at every step."""
+        self.directions.redraw()
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        q, k = self._features(valid(query, query_mask)), valid(self._features(valid(key, key_mask)), key_mask)
+        v = F.pad(valid(value, key_mask), (0, 1), value=1.0)  # the last column sums to the normaliser
+        product = self._product(q, k, v, key, key_mask) if is_causal else q @ (k.mT @ v)
+        return (product[..., :-1] / product[..., -1:].clamp_min(self.eps)).to(query.dtype)
+
+    def _product(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        return causal_product(q, k, v)
+
+    def _features(self, x: Tensor) -> Tensor:
+        directions = self.sigma.to(x.dtype) * self.directions.vectors.to(x.dtype)  # (H, R, D)
+        angle = F.normalize(x, dim=-1) @ directions.mT
+        return torch.cat([angle.sin(), angle.cos()], -1) * directions.shape[1] ** -0.5
+
+
+@register
+class GatedRFAAttention(RFAAttention):
+    """RFA with a gate: S_t = g_t S_{t−1} + (1 − g_t) φ(k_t)ᵀ v_t, and likewise for the sum of φ(k).
+
+    The gate g_t is the sigmoid of a learned affine function for each head. The paper's reads the layer's input; here
+    it reads the key, which is a projection of it. A gate needs an order: there is no bidirectional form.
+
+    Args: as for `RFAAttention`.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> GatedRFAAttention(num_heads=2, head_dim=4)(x, x, x, is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    name = "rfa-gate"
+    bidirectional = False
+    cross = False
+
+    def __init__(
+        self, *, num_heads: int, head_dim: int, max_length: int | None = None, features: int = 64, seed: int = 0
+    ) -> None:
+        super().__init__(num_heads=num_heads, head_dim=head_dim, features=features, seed=seed)
+        self.gate_weight = nn.Parameter(torch.empty(num_heads, head_dim, 1))
+        self.gate_bias = nn.Parameter(torch.zeros(num_heads, 1, 1))
+        nn.init.normal_(self.gate_weight, std=head_dim**-0.5)
+
+    def _product(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+        gate = valid(key, key_mask) @ self.gate_weight.to(q.dtype) + self.gate_bias.to(q.dtype)  # (B, H, M, 1)
+        # padding forgets nothing
+        log_decay = valid(F.logsigmoid(gate), key_mask)[..., 0]
+        return decayed_product(q, k * (-gate).sigmoid(), v, log_decay)

@@ -1,0 +1,81 @@
+"""What several rivals share: which tokens take part, where they stand, and the lengths that parameters allow.
+
+Shapes: B batch (1 where no mask tells sequences apart), H heads, N tokens, D features, L segments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.features import valid_values
+
+
+def required_length(name: str, max_length: int | None) -> int:
+    if max_length is None or max_length < 1:
+        raise ValueError(
+            f"{name} attention depends on the position of a token and needs the longest sequence as a positive "
+            f"max_length, got {max_length}."
+        )
+    return max_length
+
+
+def check_length(name: str, max_length: int, *tokens: Tensor) -> None:
+    longest = max(x.shape[2] for x in tokens)
+    if longest > max_length:
+        raise ValueError(
+            f"{name} attention was built for at most {max_length} tokens, got {longest}. Build it with a larger "
+            "max_length."
+        )
+
+
+def valid(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, H, N, D) in the dtype of the sums, 0 where masked."""
+    return valid_values(x, None if mask is None else mask[:, None])
+
+
+def positions(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Where each token stands among those that take part, from 0, (B, N)."""
+    if mask is None:
+        return torch.arange(x.shape[2], device=x.device)[None]
+    return (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def packed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens that take part first, in their order, the others after them."""
+    if mask is None:
+        return x
+    return x.gather(2, _order(mask)[:, None, :, None].expand_as(x))
+
+
+def unpacked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Undoes `packed`."""
+    if mask is None:
+        return x
+    return x.gather(2, _order(mask).argsort(-1)[:, None, :, None].expand_as(x))
+
+
+def _order(mask: Tensor) -> Tensor:
+    return (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
+
+
+def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The means of `count` consecutive segments, (B, H, L, D), and which segments have a token at all, (B, L).
+
+    Segments differ by one token at most. Fewer tokens than segments have one each, and leave the others empty.
+    """
+    total = max(x.shape[2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1)
+    segment = positions(x, mask) * count // total
+    member = segment[:, None] == torch.arange(count, device=x.device)[:, None]  # (B, L, N)
+    if mask is not None:
+        member = member & mask[:, None]
+    size = member.sum(-1)
+    weights = member.to(x.dtype) / size.clamp_min(1)[..., None]
+    return weights[:, None] @ x, size > 0
+
+
+def masked_softmax(logits: Tensor, seen: Tensor | None) -> Tensor:
+    """Over the last axis and what is seen; a row that sees nothing is 0."""
+    if seen is None:
+        return logits.softmax(-1)
+    return logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~seen, 0)

@@ -1,0 +1,76 @@
+"""YOSO-E: attention by the expected collisions of hashes. Quadratic in time, linear in memory.
+
+Shapes: B batch, H heads, N queries, M keys, D features, C queries of a block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .registry import Mechanism, register
+from .tokens import valid
+
+BLOCK = 128
+
+
+@register
+class YosoAttention(Mechanism):
+    """You Only Sample (Almost) Once (Zeng et al., 2021), in expectation: weights (1 − arccos(q̂·k̂)/π)^τ of normalised
+    queries and keys, the probability that τ hashes of both agree; the result is normalised to length 1.
+
+    Only sampled hashes make YOSO linear in time. The expectation visits all pairs, in blocks of queries that the
+    backward pass computes again.
+
+    The derivative of arccos is infinite where a query meets its like: instead, the gradient of a weight w by its cosine
+    is τ/2·w, the paper's lower bound.
+
+    Args:
+        hashes: τ.
+
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> YosoAttention()(x, x, x).norm(dim=-1).allclose(torch.ones(1, 2, 5))
+    True
+    """
+
+    name = "yoso"
+
+    def __init__(
+        self,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        max_length: int | None = None,
+        hashes: int = 9,
+    ) -> None:
+        super().__init__()
+        self.hashes = hashes
+
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
+        v = valid(value, key_mask)  # a source without value has no say: the weights need no mask
+        blocks = [
+            checkpoint(
+                self._block,
+                block,
+                k[:, :, : start + BLOCK] if is_causal else k,
+                v[:, :, : start + BLOCK] if is_causal else v,
+                start if is_causal else None,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for start, block in zip(range(0, max(q.shape[2], 1), BLOCK), q.split(BLOCK, 2), strict=True)
+        ]
+        return F.normalize(torch.cat(blocks, 2), dim=-1).to(query.dtype)
+
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, start: int | None) -> Tensor:
+        cosine = q @ k.mT  # (B, H, C, M)
+        with torch.no_grad():
+            collision = (1 - cosine.clamp(-1, 1).arccos() / math.pi) ** self.hashes
+            if start is not None:
+                collision = collision.tril(start)
+        return (collision * (1 + self.hashes / 2 * (cosine - cosine.detach()))) @ v

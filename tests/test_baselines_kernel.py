@@ -1,0 +1,556 @@
+"""The rivals with kernels, landmarks and learned maps: equal to their dense formulas, and the laws that they claim."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_inputs, relative_error, with_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowformer import baselines
+from flowformer.baselines import cosformer, linformer, nystromformer, performer, rfa, soft, synthesizer, yoso
+from flowformer.baselines.decay import decayed_product
+from flowformer.baselines.directions import RandomDirections
+
+HEADS, DIM, LONGEST = 3, 4, 256
+BOTH = (False, True)
+KINDS = {False: "bidirectional", True: "causal"}
+
+# name: class, options that make it worth testing, the forms it has
+CASES = {
+    "linformer": (linformer.LinformerAttention, {"rank": 5}, (False,)),
+    "linformer, apart": (linformer.LinformerAttention, {"rank": 5, "shared": False}, (False,)),
+    "performer": (performer.PerformerAttention, {"features": 7}, BOTH),
+    "performer-relu": (performer.PerformerReluAttention, {}, BOTH),
+    "synthesizer": (synthesizer.SynthesizerAttention, {}, BOTH),
+    "synthesizer, dot product": (synthesizer.SynthesizerAttention, {"dot_product": True}, BOTH),
+    "synthesizer-dense": (synthesizer.DenseSynthesizerAttention, {}, BOTH),
+    "cosformer": (cosformer.CosformerAttention, {}, BOTH),
+    "nystromformer": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": 5}, (False,)),
+    "nystromformer, plain": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": None}, (False,)),
+    "yoso": (yoso.YosoAttention, {}, BOTH),
+    "soft": (soft.SoftAttention, {"landmarks": 6}, (False,)),
+    "rfa": (rfa.RFAAttention, {"features": 7}, BOTH),
+    "rfa-gate": (rfa.GatedRFAAttention, {"features": 7}, (True,)),
+}
+FORMS = [pytest.param(case, form, id=f"{case}, {KINDS[form]}") for case in CASES for form in CASES[case][2]]
+QUADRATIC = {"synthesizer", "synthesizer-dense"}  # in memory
+
+
+def build(case, max_length=LONGEST, **options):
+    kind, defaults, _ = CASES[case]
+    torch.manual_seed(0)
+    module = kind(num_heads=HEADS, head_dim=DIM, max_length=max_length, **defaults | options).double()
+    for parameter in module.parameters():  # also those that start at 0 or 1
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+# Dense formulas of one sequence without padding: every N × M number is written down. They take the module for its
+# parameters and sizes alone.
+
+
+def dense_softmax(q, k, v):
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def dense_linformer(module, q, k, v, seen):
+    k = torch.einsum("mr,bhmd->bhrd", module.projection[0, : k.shape[2]], k)
+    v = torch.einsum("mr,bhmd->bhrd", module.projection[-1, : v.shape[2]], v)
+    return dense_softmax(q, k, v)
+
+
+def normalised(weights, v, least=0.0):
+    return weights @ v / weights.sum(-1, keepdim=True).clamp_min(least)
+
+
+def dense_performer(module, q, k, v, seen):
+    q, k = q / q.shape[-1] ** 0.25, k / k.shape[-1] ** 0.25
+    directions = module.directions.vectors[0]
+    phi_q, phi_k = (torch.exp(x @ directions.mT) * torch.exp(-(x.norm(dim=-1, keepdim=True) ** 2) / 2) for x in (q, k))
+    return normalised(torch.einsum("bhnr,bhmr->bhnm", phi_q, phi_k) * seen, v)
+
+
+def dense_performer_relu(module, q, k, v, seen):
+    return normalised(((q.relu() + 1e-3) @ (k.relu() + 1e-3).mT) * seen, v)
+
+
+def dense_synthesizer(module, q, k, v, seen):
+    if module.name == "synthesizer":
+        logits = module.logits[:, : q.shape[2], : k.shape[2]]
+    else:
+        hidden = torch.einsum("bhnd,hde->bhne", q, module.hidden_weight) + module.hidden_bias
+        logits = torch.einsum("bhne,hel->bhnl", hidden.relu(), module.logit_weight) + module.logit_bias
+        logits = logits[..., : k.shape[2]]
+    if module.dot_product:
+        logits = logits + q @ k.mT / q.shape[-1] ** 0.5
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def dense_cosformer(module, q, k, v, seen):
+    distance = torch.arange(q.shape[2], dtype=q.dtype)[:, None] - torch.arange(k.shape[2], dtype=q.dtype)
+    weights = (q.relu() @ k.relu().mT) * torch.cos(math.pi / 2 * distance / module.max_length)
+    return normalised(weights * seen, v, 1e-6)
+
+
+def segments(x, count):
+    """The mean of each segment; segment s has the tokens i with ⌊i·count/N⌋ = s."""
+    length = x.shape[2]
+    cuts = [-(-s * length // count) for s in range(count + 1)]
+    return torch.stack([x[:, :, a:b].mean(2) for a, b in pairwise(cuts) if b > a], 2)
+
+
+def dense_nystromformer(module, q, k, v, seen):
+    q_landmarks, k_landmarks = segments(q, module.landmarks), segments(k, module.landmarks)
+    first, between, last = (
+        (x @ y.mT / q.shape[-1] ** 0.5).softmax(-1)
+        for x, y in ((q, k_landmarks), (q_landmarks, k_landmarks), (q_landmarks, k))
+    )
+    scale = torch.linalg.matrix_norm(between, 1) * torch.linalg.matrix_norm(between, torch.inf)
+    inverse, identity = between.mT / scale[..., None, None], torch.eye(between.shape[-1], dtype=q.dtype)
+    for _ in range(module.steps):
+        az = between @ inverse
+        inverse = 0.25 * inverse @ (13 * identity - az @ (15 * identity - az @ (7 * identity - az)))
+    result = first @ inverse @ last @ v
+    if module.convolution is not None:
+        width = module.convolution.shape[2]
+        band = q.new_zeros(q.shape[1], q.shape[2], q.shape[2])
+        for offset in range(width):
+            shift = offset - width // 2
+            size = q.shape[2] - abs(shift)
+            if size > 0:
+                band = band + module.convolution[:, 0, offset, 0, None, None] * torch.ones(size).double().diag(shift)
+        result = result + band @ v
+    return result
+
+
+def dense_yoso(module, q, k, v, seen):
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    cosine = q @ k.mT
+    collision = (1 - torch.arccos(cosine.detach()) / math.pi) ** 9
+    # the exponential of the same value and of slope τ/2
+    weights = collision * torch.exp(4.5 * (cosine - cosine.detach()))
+    return F.normalize((weights * seen) @ v, dim=-1)
+
+
+def dense_soft(module, q, k, v, seen):
+    def kernel(x, y):
+        return torch.exp(-((x[..., :, None, :] - y[..., None, :, :]) ** 2).sum(-1) / (2 * x.shape[-1] ** 0.5))
+
+    landmarks = segments(q, module.landmarks)
+    between = kernel(landmarks, landmarks)
+    step = 1.8 / between.sum(-1).amax(-1)[..., None, None] ** 2
+    between = between + 0.01 * torch.eye(between.shape[-1], dtype=q.dtype)
+    inverse = step * between
+    for _ in range(module.steps):
+        inverse = 2 * inverse - inverse @ between @ inverse
+    return kernel(q, landmarks) @ inverse @ kernel(landmarks, q) @ v
+
+
+def random_kernel(module, q, k):
+    """Σ cos(w·(q̂ − k̂))/R."""
+    w = module.sigma * module.directions.vectors
+    difference = F.normalize(q, dim=-1)[..., :, None, :] - F.normalize(k, dim=-1)[..., None, :, :]
+    return torch.einsum("bhnmd,hrd->bhnmr", difference, w).cos().mean(-1)
+
+
+def dense_rfa(module, q, k, v, seen):
+    return normalised(random_kernel(module, q, k) * seen, v, 1e-3)
+
+
+def dense_gated_rfa(module, q, k, v, seen):
+    gate = (k @ module.gate_weight + module.gate_bias).sigmoid()[..., 0]  # (B, H, N)
+    rows = []
+    weight = torch.zeros_like(gate)
+    for t in range(gate.shape[2]):
+        now = torch.eye(gate.shape[2], dtype=q.dtype)[t]
+        weight = weight * gate[:, :, t, None] + now * (1 - gate[:, :, t, None])
+        rows.append(weight)
+    return normalised(random_kernel(module, q, k) * torch.stack(rows, 2), v, 1e-3)
+
+
+DENSE = {
+    "linformer": dense_linformer,
+    "performer": dense_performer,
+    "performer-relu": dense_performer_relu,
+    "synthesizer": dense_synthesizer,
+    "synthesizer-dense": dense_synthesizer,
+    "cosformer": dense_cosformer,
+    "nystromformer": dense_nystromformer,
+    "yoso": dense_yoso,
+    "soft": dense_soft,
+    "rfa": dense_rfa,
+    "rfa-gate": dense_gated_rfa,
+}
+
+
+def dense(module, inputs, is_causal):
+    seen = torch.ones(inputs[0].shape[2], inputs[1].shape[2], dtype=torch.bool)
+    return DENSE[module.name](module, *inputs, seen.tril() if is_causal else seen)
+
+
+def with_all_gradients(function, module, inputs):
+    """The result and the gradients of inputs and parameters, 0 for those that take no part."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    result = function(*leaves)
+    cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), dtype=result.dtype)
+    leaves += module.parameters()
+    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent, materialize_grads=True)]
+
+
+def padded_batch(length):
+    """Right- and left-padded, and with holes."""
+    mask = torch.ones(3, length, dtype=torch.bool)
+    mask[0, -length // 3 :] = mask[1, : length // 2] = mask[2, 2::3] = False
+    return mask
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 64, 65, 131])
+@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+def test_equals_the_dense_formula(case, is_causal, length):
+    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=length, value_dim=6)
+    ours = with_all_gradients(lambda *x: module(*x, is_causal=is_causal), module, inputs)
+    theirs = with_all_gradients(lambda *x: dense(module, x, is_causal), module, inputs)
+    for value, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if kind.cross and False in forms])
+def test_cross_attention(case):
+    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
+    assert relative_error(module(*inputs), dense(module, inputs, False)) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["nystromformer", "soft", "rfa-gate"])
+def test_no_cross_attention(case):
+    with pytest.raises(NotImplementedError, match=r"does not support: .*cross"):
+        build(case)(*random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11))
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if forms == (False,)])
+def test_no_causal_form(case):
+    with pytest.raises(NotImplementedError, match="does not support: causal"):
+        build(case)(*random_inputs(heads=HEADS, dim=DIM), is_causal=True)
+
+
+def test_a_gate_has_no_bidirectional_form():
+    with pytest.raises(NotImplementedError, match="does not support: bidirectional"):
+        build("rfa-gate")(*random_inputs(heads=HEADS, dim=DIM))
+
+
+@pytest.mark.parametrize("poison", [100.0, math.nan])
+@pytest.mark.parametrize("length", [9, 70])
+@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+def test_padded_is_alone(case, is_causal, length, poison):
+    module, mask = build(case), padded_batch(length)
+    inputs = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=length)
+
+    def padded(*inputs):
+        inputs = [torch.where(mask[:, None, :, None], x, poison) for x in inputs]
+        return module(*inputs, is_causal=is_causal, query_mask=mask, key_mask=mask)
+
+    def alone(*inputs):
+        rows = []
+        for row, there in enumerate(mask):
+            result = module(*(x[row : row + 1, :, there] for x in inputs), is_causal=is_causal)
+            rows.append(torch.zeros_like(inputs[2][row]).index_add(1, there.nonzero()[:, 0], result[0]))
+        return torch.stack(rows)
+
+    for value, truth in zip(*(with_all_gradients(f, module, inputs) for f in (padded, alone)), strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
+    assert (padded(*inputs)[~mask[:, None].expand(-1, HEADS, -1)] == 0).all()
+
+
+@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if kind.cross and False in forms])
+def test_padded_sources_of_another_sequence(case):
+    module, mask = build(case), padded_batch(12)
+    q, k, v = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=7, sources=12)
+    result = module(q, k, v, key_mask=mask)
+    for row, there in enumerate(mask):
+        alone = module(q[row, None], k[row, None, :, there], v[row, None, :, there])
+        assert relative_error(result[row], alone[0]) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+def test_no_source_gives_zero(case, is_causal, dtype):
+    module = build(case).to(dtype)
+    inputs = [x.requires_grad_() for x in random_inputs(heads=HEADS, dim=DIM, dtype=dtype)]
+    key_mask = torch.zeros(2, 9, dtype=torch.bool)
+    key_mask[0, 3] = True
+    result = module(*inputs, is_causal=is_causal, key_mask=key_mask)
+    assert (result[1] == 0).all()
+    assert not is_causal or (result[0, :, :3] == 0).all()
+    assert (result[0, :, 3] != 0).any()
+    gradients = torch.autograd.grad(result.sum(), [*inputs, *module.parameters()], allow_unused=True)
+    assert all(grad is None or grad.isfinite().all() for grad in gradients)
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if True in forms])
+def test_causal_does_not_leak(case):
+    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=150)
+    changed = [torch.cat([x[:, :, :70], 9 * torch.randn_like(x[:, :, 70:])], 2) for x in inputs]
+    ours, theirs = (module(*x, is_causal=True) for x in (inputs, changed))
+    assert torch.equal(ours[:, :, :70], theirs[:, :, :70])
+    assert not torch.isclose(ours[:, :, 70:], theirs[:, :, 70:]).all()
+    # and the past does not depend on how long the sequence grows
+    torch.testing.assert_close(module(*(x[:, :, :70] for x in inputs), is_causal=True), ours[:, :, :70])
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if True in forms])
+def test_causal_queries_stand_where_their_keys_do(case):
+    module, mask = build(case), padded_batch(70)
+    inputs = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=70)
+    by_keys = module(*inputs, is_causal=True, key_mask=mask)
+    by_both = module(*inputs, is_causal=True, query_mask=mask, key_mask=mask)
+    there = mask[:, None].expand(-1, HEADS, -1)
+    torch.testing.assert_close(by_keys[there], by_both[there])
+
+
+@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if False in forms])
+def test_masks_of_queries_and_of_keys_differ(case):
+    """Masking a query empties its row; the others change only where a mechanism averages or counts the queries."""
+    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=12)
+    query_mask, key_mask = torch.ones(2, 12, dtype=torch.bool), torch.ones(2, 12, dtype=torch.bool)
+    query_mask[:, -3:] = key_mask[:, :4] = False
+    result = module(*inputs, query_mask=query_mask, key_mask=key_mask)
+    assert (result[:, :, -3:] == 0).all()
+    alone = module(*inputs, key_mask=key_mask)
+    same = torch.allclose(result[:, :, :-3], alone[:, :, :-3], rtol=1e-10)
+    assert same == (module.name != "nystromformer")
+    changed = [x.index_fill(2, torch.arange(4), 7.0) for x in inputs[1:]]
+    assert torch.equal(module(inputs[0], *changed, query_mask=query_mask, key_mask=key_mask), result)
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+def memory(case, is_causal, length):
+    """How large the largest tensor is, and how much is kept for the backward pass."""
+    module = CASES[case][0](num_heads=1, head_dim=16, max_length=length)
+    inputs = [x.requires_grad_() for x in random_inputs(1, 1, length, dim=16, dtype=torch.float32)]
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with LargestTensor() as tensors, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = module(*inputs, is_causal=is_causal, key_mask=torch.ones(1, length, dtype=torch.bool))
+        total = sum(kept.values())
+        result.sum().backward()
+    return tensors.numel, total
+
+
+@pytest.mark.parametrize(("case", "is_causal"), [form for form in FORMS if "," not in form.values[0]])
+def test_growth_of_memory(case, is_causal):
+    largest, kept = (x / y for x, y in zip(memory(case, is_causal, 2048), memory(case, is_causal, 512), strict=True))
+    if case in QUADRATIC:
+        assert largest > 15  # what the documentation says
+    else:
+        assert largest <= 4.5
+        assert kept <= 4.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+def test_low_precision_is_summed_in_float32(case, is_causal, dtype):
+    module = build(case).float()
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=40, dtype=dtype)
+    result, exact = (module(*(x.to(d) for x in inputs), is_causal=is_causal) for d in (dtype, torch.float64))
+    assert result.dtype == dtype
+    assert exact.dtype == torch.float64
+    # inputs and parameters are the same: the result is off by its own rounding, and by what float32 sums lose
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_dict_round_trip(case):
+    is_causal = CASES[case][2][0]
+    inputs = random_inputs(heads=HEADS, dim=DIM)
+    module = build(case)
+    if hasattr(module, "redraw"):
+        module.redraw()
+    torch.manual_seed(1)
+    kind, defaults, _ = CASES[case]
+    other = kind(num_heads=HEADS, head_dim=DIM, max_length=LONGEST, **defaults).double()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(module(*inputs, is_causal=is_causal), other(*inputs, is_causal=is_causal))
+    if hasattr(module, "redraw"):
+        module.redraw()
+        other.redraw()
+        assert torch.equal(module(*inputs, is_causal=is_causal), other(*inputs, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("name", sorted({kind.name for kind, _, _ in CASES.values()}))
+def test_is_built_by_name(name):
+    module = baselines.build(name, num_heads=HEADS, head_dim=DIM, max_length=LONGEST)
+    assert module.name == name
+    inputs = random_inputs(heads=HEADS, dim=DIM, dtype=torch.float32)
+    assert module(*inputs, is_causal=name == "rfa-gate").isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["linformer", "synthesizer", "synthesizer-dense", "cosformer"])
+def test_lengths(case):
+    with pytest.raises(ValueError, match=f"{case} attention depends on the position .* got None"):
+        build(case, max_length=None)
+    with pytest.raises(ValueError, match=f"{case} attention was built for at most 8 tokens, got 9"):
+        build(case, max_length=8)(*random_inputs(heads=HEADS, dim=DIM))
+    if case == "linformer":  # its queries have no position
+        assert build(case, max_length=8)(*random_inputs(heads=HEADS, dim=DIM, sources=8)).shape == (2, HEADS, 9, DIM)
+
+
+def test_bad_options():
+    for kind in (nystromformer.NystromformerAttention, soft.SoftAttention):
+        with pytest.raises(ValueError, match="landmarks must be positive, got 0"):
+            kind(num_heads=HEADS, landmarks=0)
+    with pytest.raises(ValueError, match="positive odd width or None, got 4"):
+        nystromformer.NystromformerAttention(num_heads=HEADS, convolution=4)
+    with pytest.raises(ValueError, match="features must be positive, got 0"):
+        performer.PerformerAttention(head_dim=DIM, features=0)
+
+
+# where the approximations become exact
+
+
+def test_linformer_with_the_identity_is_softmax():
+    module, inputs = build("linformer", max_length=9, rank=9), random_inputs(heads=HEADS, dim=DIM)
+    module.projection.data[:] = torch.eye(9)
+    assert relative_error(module(*inputs), dense_softmax(*inputs)) < 1e-12
+
+
+@pytest.mark.parametrize("length", [9, 16])
+def test_nystromformer_with_all_landmarks_is_softmax(length):
+    module = build("nystromformer, plain", landmarks=16, steps=40)
+    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=length)
+    assert relative_error(module(*inputs), dense_softmax(*inputs)) < 1e-6
+
+
+def test_soft_with_all_landmarks_is_the_gaussian_kernel():
+    module = build("soft", landmarks=16, steps=60)
+    module.ridge = 0.0
+    q, k, v = random_inputs(heads=HEADS, dim=DIM)
+    kernel = torch.exp(-(torch.cdist(q, q) ** 2) / (2 * DIM**0.5))
+    assert relative_error(module(q, k, v), kernel @ v) < 1e-6
+
+
+@pytest.mark.parametrize("is_causal", BOTH, ids=KINDS.values())
+@pytest.mark.parametrize("case", ["performer", "rfa"])
+def test_random_features_converge_to_softmax(case, is_causal):
+    q, k, v = random_inputs(heads=HEADS, dim=DIM, sinks=20)
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)  # as rfa does anyway
+    scaled = (q * DIM**0.5, k) if case == "rfa" else (q, k)
+    truth = F.scaled_dot_product_attention(*scaled, v, is_causal=is_causal)
+    errors = []
+    for features in (64, 1024, 16384):
+        module = CASES[case][0](num_heads=HEADS, head_dim=DIM, features=features).double()
+        errors.append(relative_error(module(q, k, v, is_causal=is_causal), truth))
+    # the error of an average falls as the root of its terms: by 4 each time
+    assert errors[1] < errors[0] / 2
+    assert errors[2] < errors[1] / 2
+    assert errors[2] < 0.03
+
+
+def test_cosformer_of_near_tokens_is_relu_attention():
+    module, (q, k, v) = build("cosformer", max_length=10**7), random_inputs(heads=HEADS, dim=DIM)
+    weights = q.relu() @ k.relu().mT
+    assert relative_error(module(q, k, v), normalised(weights, v, 1e-6)) < 1e-10
+
+
+def test_many_hashes_of_yoso_find_the_token_itself():
+    q, _, v = random_inputs(heads=HEADS, dim=DIM)
+    assert relative_error(build("yoso", hashes=1000)(q, q, v), F.normalize(v, dim=-1)) < 1e-6
+
+
+def test_yoso_of_like_tokens_has_a_gradient():
+    x = torch.ones(1, 1, 5, 4, requires_grad=True)
+    build("yoso").float()(x, x, x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_a_gate_that_forgets_all_leaves_the_token_itself():
+    module, (q, k, v) = build("rfa-gate"), random_inputs(heads=HEADS, dim=DIM)
+    module.gate_weight.data.zero_()
+    module.gate_bias.data.fill_(-40)
+    assert relative_error(module(q, k, v, is_causal=True), v) < 1e-12
+
+
+# random directions
+
+
+def test_directions_are_orthogonal_and_gaussian():
+    vectors = RandomDirections(50, 8, 4, seed=0).double().vectors
+    for block in vectors.split(4, 1):
+        product = block @ block.mT
+        off = product - torch.diag_embed(product.diagonal(dim1=-2, dim2=-1))
+        assert off.abs().max() < 1e-5
+    assert vectors.mean((0, 1)).abs().max() < 0.2  # 400 vectors: no direction is favoured
+    # squared lengths are χ² of 4 degrees: mean 4, variance 8
+    lengths = vectors.square().sum(-1)
+    assert abs(lengths.mean() - 4) < 0.5
+    assert abs(lengths.var() - 8) < 2.5
+
+
+def test_directions_repeat_and_are_redrawn():
+    ours, same, other = (RandomDirections(2, 5, 4, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(ours.vectors, same.vectors)
+    assert not torch.equal(ours.vectors, other.vectors)
+    first = ours.vectors.clone()
+    ours.redraw()
+    assert not torch.isclose(ours.vectors, first).any()
+    same.redraw()
+    assert torch.equal(ours.vectors, same.vectors)
+
+
+# numbers that would overflow or vanish
+
+
+@pytest.mark.parametrize("is_causal", BOTH, ids=KINDS.values())
+def test_performer_with_large_inputs(is_causal):
+    """Float32 cannot hold these features: the running maximum must."""
+    module = CASES["performer"][0](head_dim=DIM, features=32)
+    q, k, v = random_inputs(heads=HEADS, dim=DIM, sinks=100)
+    k = k + torch.linspace(0, 30, 100)[:, None]  # features shrink by e⁻⁹⁰⁰ along the sequence
+    exact = module(q, k, v, is_causal=is_causal)
+    result = module(*(x.float() for x in (q, k, v)), is_causal=is_causal)
+    assert exact.isfinite().all()
+    assert result.isfinite().all()
+    assert relative_error(result, exact) < 1e-3
+    grow = module(*(x.float().flip(2) for x in (q, k, v)), is_causal=is_causal)
+    assert relative_error(grow, module(*(x.flip(2) for x in (q, k, v)), is_causal=is_causal)) < 1e-3
+    # padding must not set the maximum either
+    mask = torch.arange(100).expand(2, -1) >= 60
+    small = module(*(x.float() for x in (q, k, v)), is_causal=is_causal, key_mask=mask)
+    assert relative_error(small, module(q, k, v, is_causal=is_causal, key_mask=mask)) < 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 200])
+def test_decayed_product_is_its_recurrence(length):
+    q, k, v = random_inputs(heads=2, dim=3, sinks=length, value_dim=5)
+    log_decay = -torch.rand(2, 2, length, dtype=torch.float64) * 3
+    log_decay[..., length // 2] = -1e4  # forgets everything
+
+    def recurrence(q, k, v, log_decay):
+        state, rows = torch.zeros(2, 2, 3, 5, dtype=torch.float64), []
+        for t in range(length):
+            state = state * log_decay[:, :, t, None, None].exp() + k[:, :, t, :, None] * v[:, :, t, None, :]
+            rows.append(q[:, :, t, None] @ state)
+        return torch.cat(rows, 2)
+
+    both = (with_gradients(f, (q, k, v, log_decay)) for f in (decayed_product, recurrence))
+    for value, truth in zip(*both, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-10, atol=1e-11)
