@@ -1,0 +1,1 @@
+"""Flow-Attention in other libraries: transformers, timm, aeon, gymnasium. Each file needs the extra it names."""

@@ -1,0 +1,428 @@
+"""Flow-Attention in timm: an attention class for timm's transformers, and registered models.
+
+    timm.create_model("vit_small_patch16_224", attn_layer=FlowAttention)
+    timm.create_model("flowformer_patch4_224")
+
+Importing this module registers the models. Their weights have the names of `flowformer.models.vision`.
+
+Shapes: B images, N tokens, P tokens before the cells of the grid (the class token), W width, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..models.base import FlowModel, config_from
+from ..models.vision import (
+    DEIT_PRESETS,
+    PRESETS,
+    STD,
+    DeiTConfig,
+    FlowformerDeiT,
+    FlowformerVision,
+    VisionConfig,
+)
+from ..ops import FlowVariant, flow_attention
+
+try:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from timm.layers import Attention, global_pool_nlc
+    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+    from timm.models._features import feature_take_indices
+except Exception as error:  # a torchvision built for another torch raises RuntimeError
+    raise ImportError(
+        "flowformer.integrations.timm needs timm and a torchvision that fits torch: pip install 'flowformer[timm]'."
+    ) from error
+
+__all__ = ["FlowAttention", "TimmFlowDeiT", "TimmFlowformer"]  # register_model adds the models
+_DEFAULT = FlowVariant()
+
+
+class FlowAttention(Attention):
+    """Flow-Attention in the place of `timm.layers.Attention`: same arguments, same names of parameters.
+
+    Weights of a softmax model load as they are; train on, since the attention is another function. `attn_drop` acts
+    on the result, before the projection: there is no matrix of weights to drop from. timm's switches for fused
+    attention and for export choose between our kernels and plain torch.
+
+    timm takes a class here, not a partial: for another variant set `variant` in a subclass.
+
+    >>> FlowAttention(32, num_heads=4)(torch.randn(2, 10, 32)).shape
+    torch.Size([2, 10, 32])
+    """
+
+    variant: ClassVar[FlowVariant | str] = _DEFAULT
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """The tokens x (B, N, W) after attention.
+
+        Args:
+            attn_mask: (B, 1, 1, N) or (1, 1, 1, N) bool, True = takes part. A masked token takes part in nothing.
+            is_causal: each token sees itself and the past.
+        """
+        mask = None if attn_mask is None else _token_mask(attn_mask, x)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, D)
+        result = flow_attention(
+            self.q_norm(q),
+            self.k_norm(k),
+            v,
+            is_causal=is_causal,
+            query_mask=mask,
+            key_mask=mask,
+            variant=self.variant,
+            backend=None if self.fused_attn else "torch",
+        )
+        result = self.norm(self.attn_drop(result.transpose(1, 2).flatten(2)))
+        gate = getattr(self, "gate", None)  # timm has it since 1.0.28
+        if gate is not None:
+            result = result * gate(x).sigmoid()
+        return self.proj_drop(self.proj(result))
+
+    def extra_repr(self) -> str:
+        return f"variant={self.variant}"
+
+
+def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
+    batch, length = x.shape[0], x.shape[1]
+    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in ((batch, 1, 1, length), (1, 1, 1, length)):
+        raise NotImplementedError(
+            f"Flow-Attention has no matrix of weights to mask, got an attn_mask of {attn_mask.dtype} and shape "
+            f"{tuple(attn_mask.shape)}; accepted: bool of shape {(batch, 1, 1, length)}, True = the token takes part. "
+            "For a causal model pass is_causal=True."
+        )
+    return attn_mask[:, 0, 0].expand(batch, length)
+
+
+class _TimmModel(FlowModel):
+    """What timm expects of a model, on top of an image classifier whose `_steps` yield the tokens on their way.
+
+    Args:
+        config: as for the classifier; num_classes=0 leaves out the head.
+        global_pool: how tokens become features: "token" (the class token), "avg", "max", "avgmax", or "" for not at
+            all; None is the classifier's own.
+        drop_rate: dropout on the features.
+    """
+
+    default_pool: ClassVar[str]
+    num_prefix_tokens: ClassVar[int]
+    feature_info: list[dict[str, Any]]
+    norm: Any  # nn.LayerNorm, or nn.Identity where pruned
+    head: Any  # nn.Linear, or nn.Identity without classes
+
+    def __init__(self, config: Any, *, global_pool: str | None = None, drop_rate: float = 0.0) -> None:
+        super().__init__(replace(config, num_classes=max(config.num_classes, 1)))
+        self.num_features = self.head_hidden_size = config.width
+        self.num_classes = self.config.num_classes
+        self.head_drop = nn.Dropout(drop_rate)
+        self._set_pool(self.default_pool if global_pool is None else global_pool)
+        if config.num_classes == 0:
+            self.reset_classifier(0)
+
+    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """The tokens (B, P + N, W) after each entry of `feature_info`, and the rows and columns of their grid."""
+        raise NotImplementedError
+
+    def _cut(self, depth: int) -> None:
+        """Keep the first entries of `feature_info` only."""
+        raise NotImplementedError
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The tokens (B, P + N, W) after the last norm."""
+        for tokens, _ in self._steps(x):  # noqa: B007 the last is wanted
+            pass
+        return self.norm(tokens)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """The logits of the tokens of `forward_features`, or with `pre_logits` what the head classifies."""
+        x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=self.num_prefix_tokens)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the head classifies, (B, W)."""
+        return self.forward_head(self.forward_features(images), pre_logits=True)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ):
+        """The tokens after the last norm, and the feature maps on the way there.
+
+        Args:
+            indices: which entries of `feature_info` to return; a number is that many from the end, None is all.
+            return_prefix_tokens: make each map a pair with the class token, (B, P, W).
+            norm: apply the last norm to maps of its width.
+            stop_early: compute no more than the maps need; the tokens are then those after the last of them.
+            output_fmt: "NCHW", (B, W, rows, columns), or "NLC", (B, N, W).
+            intermediates_only: return the maps without the tokens.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"unknown output_fmt {output_fmt!r}; accepted: 'NCHW' and 'NLC'.")
+        # mypy: timm says list where any sequence will do
+        taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
+        maps: list[Any] = []
+        for i, (tokens, grid) in enumerate(self._steps(x)):
+            if i in taken:
+                kept = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
+                prefix, cells = kept[:, : self.num_prefix_tokens], kept[:, self.num_prefix_tokens :]
+                cells = cells if output_fmt == "NLC" else cells.transpose(1, 2).unflatten(2, grid).contiguous()
+                maps.append((cells, prefix) if return_prefix_tokens and self.num_prefix_tokens else cells)
+            if stop_early and i == last:
+                break
+        return maps if intermediates_only else (self.norm(tokens), maps)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what the feature maps at `indices` do not need, and return their places counted from the start."""
+        taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
+        self._cut(last + 1)
+        self.feature_info = self.feature_info[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Put a new head in, and if asked pool in another way; no classes, no head."""
+        if global_pool is not None:
+            self._set_pool(global_pool)
+        self.config = replace(self.config, num_classes=num_classes)
+        self.num_classes = num_classes
+        self.head = nn.Identity()
+        if num_classes:
+            like = next(self.parameters())
+            head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            nn.init.trunc_normal_(head.weight, std=STD)
+            nn.init.zeros_(head.bias)
+            self.head = head.train(self.training)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the inputs of each layer in training, and compute the rest again in the backward pass."""
+        self.gradient_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that are no weights of a map; those of one dimension timm leaves out by itself."""
+        return {"positions.weight", "class_token"}
+
+    def _set_pool(self, name: str) -> None:
+        accepted = ("", "avg", "max", "avgmax") + ("token",) * bool(self.num_prefix_tokens)
+        if name not in accepted:
+            raise ValueError(
+                f"unknown global_pool {name!r} for {type(self).__name__}; accepted: {', '.join(map(repr, accepted))}."
+            )
+        self.global_pool = name
+
+
+class TimmFlowformer(_TimmModel, FlowformerVision):
+    """`flowformer.models.FlowformerVision` with timm's methods; a feature map for each of its stages.
+
+    >>> model = TimmFlowformer(PRESETS["cifar"])
+    >>> [tuple(each.shape) for each in model.forward_intermediates(torch.randn(1, 3, 32, 32), intermediates_only=True)]
+    [(1, 64, 16, 16), (1, 128, 8, 8), (1, 256, 4, 4), (1, 512, 2, 2)]
+    """
+
+    config: VisionConfig
+    default_pool = "avg"
+    num_prefix_tokens = 0
+
+    def __init__(self, config: VisionConfig, **options) -> None:
+        super().__init__(config, **options)
+        self.feature_info = [
+            {"module": f"stages.{i}", "num_chs": width, "reduction": config.patch_size * 2**i}
+            for i, width in enumerate(config.channels)
+        ]
+
+    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        self._check(images)
+        x = images
+        for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
+            x = patch_embed(x)
+            grid = x.shape[2], x.shape[3]
+            x = x.flatten(2).transpose(1, 2)
+            x = self.positions(x, grid) if i == 0 else x
+            for layer in layers.children():
+                x = self._layer(layer, x)
+            yield x, grid
+            x = x.transpose(1, 2).unflatten(2, grid)
+
+    def _cut(self, depth: int) -> None:
+        self.patch_embed = self.patch_embed[:depth]
+        self.stages = self.stages[:depth]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Which parameters belong together, for learning rates that fall with the depth."""
+        fine = [(r"^patch_embed\.(\d+)", (0,)), (r"^stages\.(\d+)\.(\d+)", None), (r"^norm", (99999,))]
+        return {
+            "stem": r"^positions|^patch_embed\.0",
+            "blocks": r"^(?:stages|patch_embed)\.(\d+)" if coarse else fine,
+        }
+
+
+class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
+    """`flowformer.models.FlowformerDeiT` with timm's methods; a feature map for each of its layers.
+
+    >>> model = TimmFlowDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3), drop_rate=0.1)
+    >>> model.forward_features(torch.randn(1, 3, 32, 32)).shape
+    torch.Size([1, 17, 24])
+    """
+
+    config: DeiTConfig
+    default_pool = "token"
+    num_prefix_tokens = 1
+
+    def __init__(self, config: DeiTConfig, **options) -> None:
+        super().__init__(config, **options)
+        self.feature_info = [
+            {"module": f"layers.{i}", "num_chs": config.embed_dim, "reduction": config.patch_size}
+            for i in range(config.depth)
+        ]
+
+    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        self._check(images)
+        patches = self.patch_embed(images)
+        grid = patches.shape[2], patches.shape[3]
+        class_token = self.class_token.expand(len(patches), 1, -1)
+        x = torch.cat([class_token, patches.flatten(2).transpose(1, 2)], 1)
+        x = self.dropout(self.positions(x, grid))
+        for layer in self.layers:
+            x = self._layer(layer, x)
+            yield x, grid
+
+    def _cut(self, depth: int) -> None:
+        self.layers = self.layers[:depth]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Which parameters belong together, for learning rates that fall with the depth."""
+        return {
+            "stem": r"^class_token|^positions|^patch_embed",
+            "blocks": [(r"^layers\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+
+# timm's names of what a config calls otherwise; all other fields of a config keep their names
+_FIELDS = {
+    "img_size": "image_size",
+    "in_chans": "in_channels",
+    "proj_drop_rate": "dropout",
+    "drop_path_rate": "drop_path",
+}
+
+
+def _build(
+    model_class: type[_TimmModel],
+    preset: VisionConfig | DeiTConfig,
+    *,
+    global_pool: str | None = None,
+    drop_rate: float = 0.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **changes,
+) -> _TimmModel:
+    """A model of the preset with some fields changed, under timm's names or the config's."""
+    fields = {_FIELDS.get(name, name): value for name, value in changes.items()}
+    if not isinstance(fields.get("image_size", 0), int):
+        fields["image_size"] = _side(*fields["image_size"])
+    config = config_from(type(preset), vars(preset) | fields)
+    return model_class(config, global_pool=global_pool, drop_rate=drop_rate).to(device=device, dtype=dtype)
+
+
+def _side(rows: int, columns: int) -> int:
+    if rows != columns:
+        raise ValueError(
+            f"img_size must be one number or two equal ones, got {(rows, columns)}. Leave it out: images of other "
+            "sizes get their positions by interpolation."
+        )
+    return rows
+
+
+def _create(name: str, pretrained: bool, preset: VisionConfig | DeiTConfig, **options) -> nn.Module:
+    model_class, maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
+    feature_cfg = {"out_indices": options.pop("out_indices", maps), "feature_cls": "getter"}
+    return build_model_with_cfg(
+        partial(_build, model_class, preset), name, pretrained, feature_cfg=feature_cfg, **options
+    )
+
+
+def _cfg(first_conv: str, **changes) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": "head",
+        "paper_ids": "arXiv:2202.06258",
+        "paper_name": "Flowformer: Linearizing Transformers with Conservation Flows",
+    } | changes
+
+
+_CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "crop_pct": 1.0}
+default_cfgs = generate_default_cfgs(
+    {
+        "flowformer_patch4_224": _cfg("patch_embed.0", min_input_size=(3, 32, 32)),
+        "flowformer_16heads_patch4_224": _cfg("patch_embed.0", min_input_size=(3, 32, 32)),
+        "flowformer_patch2_32": _cfg(
+            "patch_embed.0", num_classes=10, input_size=(3, 32, 32), min_input_size=(3, 16, 16), **_CIFAR
+        ),
+        "deit_tiny_flow_patch16_224": _cfg("patch_embed"),
+        "deit_small_flow_patch16_224": _cfg("patch_embed"),
+        "deit_base_flow_patch16_224": _cfg("patch_embed"),
+    }
+)
+
+
+@register_model
+def flowformer_patch4_224(pretrained: bool = False, **options) -> nn.Module:
+    """The paper's four-stage model as its code was released, with 12 heads."""
+    return _create("flowformer_patch4_224", pretrained, PRESETS["imagenet"], **options)
+
+
+@register_model
+def flowformer_16heads_patch4_224(pretrained: bool = False, **options) -> nn.Module:
+    """The four-stage model with the 16 heads of the paper's table."""
+    return _create("flowformer_16heads_patch4_224", pretrained, PRESETS["imagenet-16-heads"], **options)
+
+
+@register_model
+def flowformer_patch2_32(pretrained: bool = False, **options) -> nn.Module:
+    """A smaller four-stage model for images of 32 × 32 pixels."""
+    return _create("flowformer_patch2_32", pretrained, PRESETS["cifar"], **options)
+
+
+@register_model
+def deit_tiny_flow_patch16_224(pretrained: bool = False, **options) -> nn.Module:
+    """DeiT-Ti with Flow-Attention."""
+    return _create("deit_tiny_flow_patch16_224", pretrained, DEIT_PRESETS["deit-ti"], **options)
+
+
+@register_model
+def deit_small_flow_patch16_224(pretrained: bool = False, **options) -> nn.Module:
+    """DeiT-S with Flow-Attention, as in the paper."""
+    return _create("deit_small_flow_patch16_224", pretrained, DEIT_PRESETS["deit-s"], **options)
+
+
+@register_model
+def deit_base_flow_patch16_224(pretrained: bool = False, **options) -> nn.Module:
+    """DeiT-B with Flow-Attention."""
+    return _create("deit_base_flow_patch16_224", pretrained, DEIT_PRESETS["deit-b"], **options)

@@ -1,0 +1,140 @@
+"""Flow-Attention for models that exist: an attention function and a mask function of transformers.
+
+Shapes: B batch, H heads, N tokens, D features, R sequences packed into a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ...ops import flow_attention, flow_attention_varlen
+from .cache import NAME
+
+
+def flow_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Flow-Attention as an attention function of transformers.
+
+    Args:
+        query: (B, H, N, D).
+        key, value: (B, H_kv, N, D) where H_kv divides H.
+        attention_mask: what `flow_attention_mask` made.
+        dropout: on the result: there is no matrix of weights to drop from.
+        scaling: not used. It keeps a softmax from saturating, and there is none.
+        is_causal: None is what the module says.
+        kwargs: cu_seq_lens_q and cu_seq_lens_k are the bounds of packed sequences.
+
+    Returns: (B, N, H, D), and None for the weights.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    _check(module, query, key, attention_mask, is_causal, kwargs)
+    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
+    packed_q, packed_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if attention_mask is not None and attention_mask.dim() == 1:
+        packed_q = packed_k = attention_mask
+    if packed_q is not None and packed_k is not None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B·N, H, D)
+        result = flow_attention_varlen(q, k, v, packed_q, packed_k, query.shape[2], key.shape[2], **options)
+        result = result.unflatten(0, (len(query), -1))
+    else:
+        key_mask = None if attention_mask is None else attention_mask.bool()
+        query_mask = key_mask if query.shape[2] == key.shape[2] else None
+        result = flow_attention(query, key, value, query_mask=query_mask, key_mask=key_mask, **options).transpose(1, 2)
+    return F.dropout(result, dropout, module.training).contiguous(), None
+
+
+def flow_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> Tensor | None:
+    """What `flow_attention_forward` needs to know of a mask, found once for all layers.
+
+    Returns: None; or the padding mask (B, N) bool; or, where a row holds several sequences, packed or in chunks, their
+    bounds (R + 1,). Any other pattern has no linear form and is an error.
+    """
+    if mask_function in (causal_mask_function, bidirectional_mask_function) or q_length != kv_length:
+        return attention_mask
+    row = torch.arange(batch_size, device=device)[:, None]
+    place = torch.arange(q_length, device=device)[None]
+
+    def sees(source: Tensor) -> Tensor:
+        """Whether each token sees that source, (B, N)."""
+        return mask_function(row, torch.zeros_like(row), place, source).expand(batch_size, q_length)
+
+    is_linear = not use_vmap  # what needs vmap is a pattern of the model's own
+    if is_linear:
+        # a sequence begins where a token does not see the one before it; the rest must follow from where they begin
+        starts = ~sees((place - 1).clamp_min(0)) | (place == 0)
+        stops = F.pad(starts[:, 1:], (0, 1), value=True)
+        first = torch.where(starts, place, 0).cummax(1).values
+        last = torch.where(stops, place, q_length).flip(1).cummin(1).values.flip(1)
+        sees_ahead = (sees((place + 1).clamp_max(q_length - 1)) & (place + 1 < q_length)).any()
+        is_linear = bool(sees(first).all() and (sees(last).all() or not sees_ahead))
+        if is_linear and not starts[:, 1:].any():
+            return attention_mask
+    if not is_linear or (attention_mask is not None and not attention_mask.all()):
+        raise NotImplementedError(
+            f"{NAME} takes padding, or packed sequences and chunks without padding, causal or not. This model asks for "
+            "another pattern, such as a sliding window shorter than the input, which has no linear form."
+        )
+    return bounds(starts)
+
+
+def bounds(starts: Tensor) -> Tensor:
+    """Where the sequences of a flattened batch begin and end, (R + 1,), from whether each token (B, N) begins one.
+
+    >>> bounds(torch.tensor([[True, False, True], [True, False, False]])).tolist()
+    [0, 2, 3, 6]
+    """
+    return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).int()
+
+
+def _check(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, options: dict) -> None:
+    config, name = getattr(module, "config", None), type(module).__name__
+    flags = ("is_encoder_decoder", "add_cross_attention")
+    if "CrossAttention" in name or any(getattr(config, flag, False) for flag in flags):
+        raise NotImplementedError(
+            f"{NAME} serves encoders and decoders, not a decoder that attends to an encoder: sums over all queries "
+            "would show a token those after it. Choose another attn_implementation, or flowformer.nn.FlowDecoderLayer."
+        )
+    for name in ("position_bias", "s_aux"):
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f"got {name}, which adds to the weights of a softmax; {NAME} has none. Choose another "
+                "attn_implementation."
+            )
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"got {query.shape[2]} queries and {key.shape[2]} keys: {NAME} cannot decode from a cache of keys and "
+            "values, which lacks the sums over past queries. Pass use_cache=False, or use FlowformerForCausalLM of "
+            "flowformer.integrations.transformers, whose cache keeps them."
+        )
+    if mask is not None and mask.dim() not in (1, 2):
+        raise ValueError(
+            f"{NAME} takes a padding mask (batch, length), got {tuple(mask.shape)}: a mask of pairs of tokens has no "
+            "linear form."
+        )

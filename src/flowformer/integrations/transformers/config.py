@@ -1,0 +1,86 @@
+"""FlowformerConfig: what a Flowformer of transformers is built from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from ...models.lm import LMConfig
+from ...ops import FlowVariant, checks
+from .cache import NAME
+
+
+@strict
+class FlowformerConfig(PreTrainedConfig):
+    """What a Flowformer is built from; the default is the paper's language model for WikiText-103.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: its sizes.
+        hidden_act: "relu", "gelu" or "gelu_tanh".
+        positions: "sinusoidal" has no longest length, "learned" is a table of `max_position_embeddings`.
+        scale_embedding: whether embeddings are multiplied by √hidden_size.
+        initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
+        dropout: on the embeddings, and on the results of attention and feed-forward networks.
+        is_causal: False lets all tokens see each other, for classification.
+        variant: of Flow-Attention: a FlowVariant, its fields, or the name of one.
+
+    >>> FlowformerConfig(hidden_size=64, num_attention_heads=4).lm_config().embed_dim
+    64
+    """
+
+    model_type = "flowformer"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 267744
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    hidden_act: str = "relu"
+    positions: str = "sinusoidal"
+    max_position_embeddings: int | None = None
+    scale_embedding: bool = True
+    initialisation: str = "fairseq"
+    dropout: float | int = 0.1
+    is_causal: bool = True
+    variant: Any = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs) -> None:
+        variant = FlowVariant() if self.variant is None else self.variant
+        self.variant = asdict(FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant))
+        self.lm_config()
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """By these names transformers finds the kind of cache each layer needs."""
+        return [NAME] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """The library's own list of layer types cannot be added to; ours are right by construction."""
+
+    def lm_config(self) -> LMConfig:
+        """The same model, as `flowformer.models.FlowformerLM` describes it; the head is ours, so it has none."""
+        return LMConfig(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_hidden_layers,
+            embed_dim=self.hidden_size,
+            num_heads=self.num_attention_heads,
+            mlp_dim=self.intermediate_size,
+            activation=self.hidden_act,  # type: ignore[arg-type]
+            positions=self.positions,  # type: ignore[arg-type]
+            max_length=self.max_position_embeddings,
+            scale_embedding=self.scale_embedding,
+            tie_embedding=True,
+            initialisation=self.initialisation,  # type: ignore[arg-type]
+            dropout=self.dropout,
+            variant=FlowVariant(**self.variant),
+        )

@@ -1,0 +1,285 @@
+"""The Flowformer as models of transformers: bare, with a language model's head, with a classifier's.
+
+Shapes: B batch, N tokens, W width, R sequences packed into a batch, L the longest of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.initialization import guard_torch_init_functions
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from ...models.lm import FlowformerLM
+from ...nn import FlowDecoderLayer, LearnedPositions, token_positions
+from ...ops.varlen import Rows
+from .attention import bounds
+from .cache import FlowCacheLayer
+from .config import FlowformerConfig
+
+
+class FlowformerPreTrainedModel(PreTrainedModel):
+    """What the models share: their config, initialisation, and what they can do."""
+
+    config_class = FlowformerConfig
+    config: FlowformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FlowDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _is_stateful = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm | LearnedPositions):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            gpt = self.config.initialisation == "gpt"
+            nn.init.normal_(module.weight, std=0.02 if gpt else self.config.hidden_size**-0.5)
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        # the published scheme is one of the whole model; the guard spares what was loaded
+        with guard_torch_init_functions():
+            for module in self.modules():
+                if isinstance(module, FlowformerLM):
+                    module.reset_parameters()
+
+
+class FlowformerModel(FlowformerPreTrainedModel):
+    """The layers of `flowformer.models.FlowformerLM`, which is its `lm`, without a head.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, intermediate_size=32)
+    >>> FlowformerModel(config)(torch.tensor([[3, 1, 4]])).last_hidden_state.shape
+    torch.Size([1, 3, 16])
+    """
+
+    def __init__(self, config: FlowformerConfig) -> None:
+        super().__init__(config)
+        self.lm = FlowformerLM(config.lm_config())
+        for layer in self.lm.decoder.layers:
+            layer.attention.is_causal = config.is_causal  # type: ignore[union-attr]
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.lm.embedding
+
+    def set_input_embeddings(self, value) -> None:
+        self.lm.embedding = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """The tokens after all layers.
+
+        Args:
+            input_ids or inputs_embeds: (B, N) integers or (B, N, W).
+            attention_mask: (B, past + N), 0 where there is padding, on either side.
+            position_ids: (B, N); None counts the tokens of each sequence. Where they start over and there is no mask,
+                another sequence begins, as `DataCollatorWithFlattening` packs them.
+            past_key_values: of the call before, or `DynamicCache(config=model.config)`.
+            use_cache: whether to return the states; None is config.use_cache, but not in training and not packed.
+            cu_seq_lens_q: (R + 1,), the bounds of sequences packed one after another.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass either input_ids or inputs_embeds.")
+        x = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be (batch, length), got {tuple(attention_mask.shape)}: a mask of pairs of tokens "
+                "has no linear form."
+            )
+        if position_ids is not None:
+            position_ids = position_ids.expand(x.shape[:2])
+            if cu_seq_lens_q is None and attention_mask is None and past_key_values is None:
+                starts = F.pad(position_ids.diff() != 1, (1, 0), value=True)
+                cu_seq_lens_q = bounds(starts) if starts[:, 1:].any() else None
+        if cu_seq_lens_q is not None:
+            if use_cache or past_key_values is not None:
+                raise ValueError("got packed sequences and a cache. Pass use_cache=False, or pad the sequences.")
+            cache = None
+            x, hidden_states = self._run_packed(x, cu_seq_lens_q, output_hidden_states)
+        else:
+            cache = self._cache(past_key_values, use_cache)
+            mask = None if attention_mask is None else attention_mask[:, -x.shape[1] :].bool()
+            x, hidden_states = self._run(x, mask, position_ids, cache, output_hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        if use_cache is None:
+            use_cache = self.config.use_cache and self.config.is_causal and not self.training
+        if cache is None and not use_cache:
+            return None
+        if not self.config.is_causal:
+            raise ValueError("got a cache or use_cache=True, but a model with is_causal=False has no past to keep.")
+        cache = DynamicCache(config=self.config) if cache is None else cache
+        if not cache.layers or not all(isinstance(layer, FlowCacheLayer) for layer in cache.layers):
+            raise TypeError(
+                f"got a {type(cache).__name__} that cannot hold the state of Flow-Attention. Pass "
+                "DynamicCache(config=model.config), or no cache: the model then makes its own."
+            )
+        return cache
+
+    def _run(self, x, mask, positions, cache, output_hidden_states) -> tuple[Any, list[Any]]:
+        """The layers on embeddings (B, N, W): the normed result, and if asked what went into each layer."""
+        lm, past = self.lm, None
+        if cache is not None and cache.layers[0].state is not None:
+            past = cache.layers[0].state.count.to(x.device)
+        if positions is None and (mask is not None or past is not None):
+            present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            positions = token_positions(present, past)
+        if self.config.scale_embedding:
+            x = x * self.config.hidden_size**0.5
+        x = lm.dropout(lm.positions(x, positions))
+        hidden_states = []
+        for i, layer in enumerate(lm.decoder.layers):
+            if output_hidden_states:
+                hidden_states.append(x)
+            if cache is None:
+                x = lm._layer(layer, x, mask=mask)
+            else:
+                state = cache.layers[i].state
+                if state is None:
+                    state = cast(FlowDecoderLayer, layer).new_state(len(x))
+                x, state = layer(x, mask=mask, state=state)
+                cache.layers[i].advance(state, x.shape[1])
+        x = lm.norm(x)
+        return x, [*hidden_states, x]
+
+    def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
+        """`_run` on packed sequences, each a row of its own on the way."""
+        rows = Rows.all(cu_seqlens, int(cu_seqlens.diff().max()))
+        padded, hidden_states = self._run(x.flatten(0, 1)[rows.places], rows.mask, None, None, output_hidden_states)
+
+        def pack(result: Tensor) -> Tensor:  # (R, L, W) → (B, N, W)
+            flat = result.new_zeros(x.shape).flatten(0, 1)
+            return flat.index_put((rows.places[rows.mask],), result[rows.mask]).view(x.shape)
+
+        return pack(padded), [pack(each) for each in hidden_states]
+
+
+class FlowformerForCausalLM(FlowformerPreTrainedModel, GenerationMixin):
+    """A language model whose every token costs the same to generate, whatever came before.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, intermediate_size=32)
+    >>> FlowformerForCausalLM(config).eval().generate(torch.tensor([[3, 1, 4]]), max_new_tokens=5).shape
+    torch.Size([1, 8])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FlowformerConfig) -> None:
+        super().__init__(config)
+        if not config.is_causal:
+            raise ValueError("FlowformerForCausalLM needs is_causal=True: its tokens must not see the next one.")
+        self.model = FlowformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Scores of every word as the next one.
+
+        Args:
+            labels: (B, N), the tokens themselves, -100 where nothing is scored; they are shifted here.
+            logits_to_keep: how many of the last tokens to score, 0 for all, or their indices.
+            All others: as for `FlowformerModel`.
+        """
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+
+
+class FlowformerForSequenceClassification(FlowformerPreTrainedModel):
+    """Classifies sequences by their last token, or, with is_causal=False, by the mean of their tokens.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, num_labels=3, is_causal=False)
+    >>> FlowformerForSequenceClassification(config)(torch.tensor([[3, 1, 4]])).logits.shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(self, config: FlowformerConfig) -> None:
+        super().__init__(config)
+        self.model = FlowformerModel(config)
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutputWithPast:
+        """The scores of the labels, (B, num_labels).
+
+        Args:
+            attention_mask: (B, N); None is all tokens but config.pad_token_id.
+            labels: (B,) classes, or (B, num_labels) numbers or booleans, as config.problem_type says.
+            All others: as for `FlowformerModel`.
+        """
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = input_ids != self.config.pad_token_id
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+        )
+        x = outputs.last_hidden_state
+        mask = torch.ones(x.shape[:2], device=x.device) if attention_mask is None else attention_mask
+        mask = mask.bool()
+        if self.config.is_causal:
+            last = (mask * torch.arange(x.shape[1], device=x.device)).argmax(1)
+            pooled = x[torch.arange(len(x), device=x.device), last]
+        else:
+            pooled = x.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+        logits = self.score(pooled)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(loss, logits, hidden_states=outputs.hidden_states)

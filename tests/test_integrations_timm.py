@@ -1,0 +1,526 @@
+"""timm: the attention class is the op between timm's own parameters, and the registered models keep timm's contract."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import VARIANTS, oracle
+from timm.layers import set_exportable, set_fused_attn
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+from torch import nn
+
+import flowformer.integrations.timm as integration
+from flowformer.integrations.timm import FlowAttention, TimmFlowDeiT, TimmFlowformer
+from flowformer.models.vision import DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig, VisionLayer
+
+ROOT = Path(__file__).parent.parent
+MODELS = {
+    "flowformer_patch4_224": "patch_embed.0",
+    "flowformer_16heads_patch4_224": "patch_embed.0",
+    "flowformer_patch2_32": "patch_embed.0",
+    "deit_tiny_flow_patch16_224": "patch_embed",
+    "deit_small_flow_patch16_224": "patch_embed",
+    "deit_base_flow_patch16_224": "patch_embed",
+}
+SMALL = {
+    "flowformer_patch2_32": {"image_size": 16, "patch_size": 2, "channels": (8, 16), "depths": (1, 2), "num_heads": 2},
+    "deit_tiny_flow_patch16_224": {"image_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 3, "num_heads": 3},
+}
+BOTH = pytest.mark.parametrize("name", SMALL)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def small(name: str, **options) -> nn.Module:
+    """A registered model made small, in float64, with parameters that hide no mistake."""
+    model = timm.create_model(name, **{"drop_path_rate": 0.0} | SMALL[name] | options).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def images(batch=2, rows=32, columns=32) -> torch.Tensor:
+    return torch.randn(batch, 3, rows, columns, dtype=torch.float64)
+
+
+def small_vit(name="vit_small_patch16_224", **options) -> nn.Module:
+    return timm.create_model(name, img_size=32, depth=2, embed_dim=24, num_heads=3, num_classes=5, **options)
+
+
+def attention(**options) -> FlowAttention:
+    module = FlowAttention(12, num_heads=3, dtype=torch.float64, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module.eval()
+
+
+def expected_attention(module: FlowAttention, x: torch.Tensor, variant=VARIANTS["default"], **options) -> torch.Tensor:
+    q, k, v = (part.unflatten(2, (3, -1)).transpose(1, 2) for part in module.qkv(x).chunk(3, -1))
+    result = oracle(module.q_norm(q), module.k_norm(k), v, variant=variant, **options)
+    result = module.norm(result.transpose(1, 2).flatten(2))
+    if module.gate is not None:
+        result = result * torch.sigmoid(module.gate(x))
+    return module.proj(result)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qkv_bias": True, "qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm},
+        {"attn_head_dim": 6, "dim_out": 7, "gated": True, "proj_bias": False},
+    ],
+    ids=["plain", "norms", "gate"],
+)
+@torch.no_grad()
+def test_attention_is_the_op_between_timms_parameters(options, is_causal):
+    module, x = attention(**options), torch.randn(2, 5, 12, dtype=torch.float64)
+    expected = expected_attention(module, x, is_causal=is_causal)
+    torch.testing.assert_close(module(x, is_causal=is_causal), expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_subclass_says_the_variant():
+    class Vision(FlowAttention):
+        variant = "vision"
+
+    stock = attention()
+    module = Vision(12, num_heads=3, dtype=torch.float64).eval()
+    module.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    expected = expected_attention(module, x, VARIANTS["vision"])
+    torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(module(x), stock(x))
+    assert "vision" in repr(small_vit(attn_layer=Vision))
+
+
+@torch.no_grad()
+def test_masked_tokens_take_part_in_nothing():
+    module, x = attention(), torch.randn(2, 5, 12, dtype=torch.float64)
+    mask = torch.tensor([[True] * 5, [True, True, False, True, False]])
+    found = module(x, attn_mask=mask[:, None, None])
+    for i in range(2):
+        torch.testing.assert_close(found[i, mask[i]], module(x[i : i + 1, mask[i]])[0], rtol=1e-10, atol=1e-10)
+    one_for_all = module(x, attn_mask=mask[1:, None, None])
+    torch.testing.assert_close(one_for_all[1], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(one_for_all[0, mask[1]], module(x[:1, mask[1]])[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 1, 5, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 1, 1, 5)],
+    ids=["pairs", "two dimensions", "additive"],
+)
+def test_masks_without_a_linear_form_are_refused(mask):
+    with pytest.raises(NotImplementedError, match=r"no matrix of weights.*accepted: bool of shape \(2, 1, 1, 5\)"):
+        attention()(torch.randn(2, 5, 12, dtype=torch.float64), attn_mask=mask)
+
+
+def test_dropout_acts_on_the_result():
+    module = FlowAttention(12, num_heads=3, attn_drop=0.5)
+    seen = []
+    module.proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    x = torch.randn(4, 50, 12)
+    module(x)
+    module.eval()(x)
+    dropped = seen[0] == 0
+    assert dropped.float().mean().item() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(seen[0][~dropped], 2 * seen[1][~dropped])
+
+
+@pytest.mark.parametrize("switch", [partial(set_fused_attn, False), partial(set_exportable, True)])
+def test_timms_switches_choose_plain_torch(switch, monkeypatch):
+    backends = []
+
+    def flow_attention(query, key, value, *, backend, **_):
+        backends.append(backend)
+        return value
+
+    monkeypatch.setattr(integration, "flow_attention", flow_attention)
+    try:
+        switch()
+        FlowAttention(12, num_heads=3)(torch.randn(1, 4, 12))
+    finally:
+        set_fused_attn(True)
+        set_exportable(False)
+    FlowAttention(12, num_heads=3)(torch.randn(1, 4, 12))
+    assert backends == ["torch", None]
+
+
+@torch.no_grad()
+def test_exported_model_is_the_same():
+    model = small_vit(attn_layer=FlowAttention).eval()
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_patch16_224", "vit_base_patch16_clip_224"])
+def test_parameters_are_those_of_the_stock_model(name):
+    with torch.device("meta"):
+        stock, flow = timm.create_model(name), timm.create_model(name, attn_layer=FlowAttention)
+    shapes = {key: value.shape for key, value in stock.state_dict().items()}
+    assert {key: value.shape for key, value in flow.state_dict().items()} == shapes
+    assert sum(isinstance(module, FlowAttention) for module in flow.modules()) == 12
+
+
+def test_weights_of_the_stock_model_load():
+    stock, flow = small_vit(qk_norm=True), small_vit(qk_norm=True, attn_layer=FlowAttention)
+    flow.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.allclose(flow.eval()(x), stock.eval()(x))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_vit_small_trains_a_step(checkpointing):
+    model = timm.create_model("vit_small_patch16_224", attn_layer=FlowAttention, img_size=64, depth=2, num_classes=5)
+    model.set_grad_checkpointing(checkpointing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x, labels = torch.randn(4, 3, 64, 64), torch.arange(4)
+    losses = []
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(model(x), labels)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+        assert all(parameter.grad.any() for parameter in model.parameters())
+        optimizer.step()
+    assert losses[1] < losses[0]
+
+
+def test_bf16_autocast_with_norms_of_queries_and_keys():
+    model = small_vit(attn_layer=FlowAttention, qk_norm=True)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    torch.testing.assert_close(found.float(), model(x), rtol=0.05, atol=0.05)
+    found.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_partial_is_no_class():
+    with pytest.raises(TypeError, match="must be a class"):
+        small_vit(attn_layer=partial(FlowAttention, gated=True))
+
+
+def test_models_are_registered():
+    assert set(MODELS) <= set(timm.list_models("flowformer_*") + timm.list_models("deit_*_flow_*"))
+    with pytest.raises(RuntimeError, match="No pretrained weights"):
+        timm.create_model("flowformer_patch2_32", pretrained=True)
+
+
+@pytest.mark.parametrize(("name", "first_conv"), MODELS.items())
+def test_default_cfg_describes_the_model(name, first_conv):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    cfg, weights = model.default_cfg, model.state_dict()
+    assert cfg["first_conv"] == first_conv
+    assert weights[f"{first_conv}.weight"].shape[1] == cfg["input_size"][0]
+    assert weights[f"{cfg['classifier']}.weight"].shape[0] == cfg["num_classes"] == model.num_classes
+    assert model.config.image_size == cfg["input_size"][1]
+    assert timm.data.resolve_model_data_config(model)["input_size"] == cfg["input_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("flowformer_patch4_224", 43_311_304), ("deit_small_flow_patch16_224", 22_050_664)],
+)
+def test_published_sizes(name, parameters):
+    with torch.device("meta"):
+        assert sum(each.numel() for each in timm.create_model(name).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "model_class", "config_class"),
+    [
+        ("flowformer_patch2_32", FlowformerVision, VisionConfig),
+        ("deit_tiny_flow_patch16_224", FlowformerDeiT, DeiTConfig),
+    ],
+)
+@torch.no_grad()
+def test_models_are_those_of_this_package(name, model_class, config_class):
+    ours = model_class(config_class(num_classes=7, dropout=0.2, drop_path=0.3, **SMALL[name])).double()
+    model = small(name, num_classes=7, proj_drop_rate=0.2, drop_path_rate=0.3)
+    model.load_state_dict(ours.state_dict(), strict=True)
+    x = images(2, 32, 48)
+    torch.manual_seed(1)
+    expected = ours.train()(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(model.train()(x), expected, rtol=0, atol=0)
+    ours.eval(), model.eval()
+    torch.testing.assert_close(model(x), ours(x), rtol=0, atol=0)
+    torch.testing.assert_close(model.features(x), ours.features(x), rtol=0, atol=0)
+    found, maps = model(x, return_maps=True)
+    torch.testing.assert_close(found, ours(x), rtol=0, atol=0)
+    assert len(maps) == 3
+
+
+@torch.no_grad()
+def test_deit_is_timms_with_flow_attention():
+    options = {"patch_size": 8, "embed_dim": 12, "num_heads": 3, "num_classes": 7}
+    theirs = timm.create_model(
+        "deit_tiny_patch16_224", img_size=32, depth=3, attn_layer=FlowAttention, **options
+    ).double()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    weights = {
+        "class_token": theirs.cls_token[0, 0],
+        "positions.weight": theirs.pos_embed[0],
+        **{f"patch_embed.{key}": value for key, value in theirs.patch_embed.proj.state_dict().items()},
+    }
+    for part in ("norm", "head"):
+        weights |= {f"{part}.{key}": value for key, value in getattr(theirs, part).state_dict().items()}
+    parts = {"norm1": "attention_norm", "norm2": "mlp_norm", "attn.proj": "attention.out_proj"}
+    parts |= {"mlp.fc1": "mlp.linear1", "mlp.fc2": "mlp.linear2"}
+    for i, block in enumerate(theirs.blocks):
+        for key, value in block.state_dict().items():
+            part, _, kind = key.rpartition(".")
+            if part == "attn.qkv":
+                for head, chunk in zip("qkv", value.chunk(3), strict=True):
+                    weights[f"layers.{i}.attention.{head}_proj.{kind}"] = chunk
+            else:
+                weights[f"layers.{i}.{parts[part]}.{kind}"] = value
+    model = small("deit_tiny_flow_patch16_224", num_classes=7)
+    model.load_state_dict(weights, strict=True)
+    x = images()
+    torch.testing.assert_close(model(x), theirs.eval()(x), rtol=1e-10, atol=1e-10)
+    options = {"indices": [0, 2], "norm": True, "return_prefix_tokens": True}
+    found, expected = model.forward_intermediates(x, **options), theirs.forward_intermediates(x, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_feature_maps_of_the_stages():
+    model = small("flowformer_patch2_32", features_only=True, out_indices=(0, 1))
+    maps = model(images(2, 16, 24))
+    assert [tuple(each.shape) for each in maps] == [(2, 8, 8, 12), (2, 16, 4, 6)]
+    assert model.feature_info.channels() == [8, 16]
+    assert model.feature_info.reduction() == [2, 4]
+    assert model.feature_info.module_name() == ["stages.0", "stages.1"]
+
+
+@torch.no_grad()
+def test_the_backbone_has_four_maps_by_default():
+    with torch.device("meta"):
+        model = timm.create_model("flowformer_patch4_224", features_only=True, depths=(1, 1, 1, 1))
+        maps = model(torch.empty(1, 3, 64, 32))
+    assert [tuple(each.shape) for each in maps] == [(1, 96, 16, 8), (1, 192, 8, 4), (1, 384, 4, 2), (1, 768, 2, 1)]
+
+
+@BOTH
+@torch.no_grad()
+def test_feature_maps_are_the_tokens_on_their_way(name):
+    model, x = small(name), images()
+    seen = []
+    for info in model.feature_info:
+        module = model.get_submodule(info["module"])
+        layer = module[-1] if isinstance(module, nn.ModuleList) else module
+        layer.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    maps = model.forward_intermediates(x, intermediates_only=True, output_fmt="NLC", return_prefix_tokens=True)
+    maps = [torch.cat(each[::-1], 1) if isinstance(each, tuple) else each for each in maps]
+    torch.testing.assert_close(maps, seen, rtol=0, atol=0)
+
+
+@BOTH
+@torch.no_grad()
+def test_forward_intermediates(name):
+    model, x = small(name), images()
+    tokens, maps = model.forward_intermediates(x, norm=True)
+    torch.testing.assert_close(tokens, model.forward_features(x), rtol=0, atol=0)
+    side, last = int(maps[-1].shape[-1]), tokens[:, model.num_prefix_tokens :]
+    torch.testing.assert_close(maps[-1], last.transpose(1, 2).unflatten(2, (side, side)), rtol=0, atol=0)
+    every = model.forward_intermediates(x, intermediates_only=True)
+    assert len(every) == len(model.feature_info)
+    for indices, expected in ((1, every[-1:]), ([0, -1], [every[0], every[-1]]), ([0], every[:1])):
+        found = model.forward_intermediates(x, indices, intermediates_only=True)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="unknown output_fmt 'NHWC'"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+@BOTH
+@torch.no_grad()
+def test_stopping_early_computes_no_more_than_needed(name):
+    model, x = small(name), images()
+    calls = []
+    layers = model.stages[-1] if name.startswith("flowformer") else model.layers[-1:]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    expected = model.forward_intermediates(x, [0], intermediates_only=True)
+    assert calls
+    calls.clear()
+    found = model.forward_intermediates(x, [0], intermediates_only=True, stop_early=True)
+    assert not calls
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@BOTH
+@torch.no_grad()
+def test_pruned_model_gives_the_same_maps(name):
+    model, x = small(name), images()
+    expected = model.forward_intermediates(x, [-2], intermediates_only=True)
+    taken = model.prune_intermediate_layers([-2], prune_norm=True)
+    assert taken == [len(SMALL[name].get("depths", range(3))) - 2]
+    found = model.forward_intermediates(x, taken, intermediates_only=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(model.feature_info) == taken[0] + 1
+    layers = [key for key, module in model.named_modules() if isinstance(module, VisionLayer)]
+    assert layers == [
+        f"stages.{i}.{i}" if name.startswith("flowformer") else f"layers.{i}" for i in range(taken[0] + 1)
+    ]
+    assert len(model.patch_embed) == 1 if name.startswith("flowformer") else True
+    assert isinstance(model.norm, nn.Identity)
+    assert isinstance(model.get_classifier(), nn.Identity)
+
+
+@BOTH
+def test_classifier_may_be_reset(name):
+    model, x = small(name, num_classes=7), images()
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+    torch.testing.assert_close(model(x), model.get_classifier()(features), rtol=0, atol=0)
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5)
+    assert model.head.weight.dtype == torch.float64
+    assert model.config.num_classes == model.num_classes == 5
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(x), features, rtol=0, atol=0)
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(x), model.forward_features(x), rtol=0, atol=0)
+    assert small(name, num_classes=0)(x).shape == (2, model.num_features)
+
+
+@BOTH
+def test_dropout_of_the_features(name):
+    model, x = small(name, num_classes=0, drop_rate=0.5), images()
+    features, dropped = model(x), model.train()(x)
+    kept = dropped != 0
+    assert 0 < kept.double().mean() < 1
+    torch.testing.assert_close(dropped[kept], 2 * features[kept])
+
+
+@torch.no_grad()
+def test_pooling():
+    model, x = small("deit_tiny_flow_patch16_224"), images()
+    tokens = model.forward_features(x)
+    expected = {"token": tokens[:, 0], "avg": tokens[:, 1:].mean(1), "max": tokens[:, 1:].amax(1)}
+    for name, value in expected.items():
+        model.reset_classifier(0, name)
+        torch.testing.assert_close(model(x), value, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"unknown global_pool 'token'.*accepted: '', 'avg', 'max', 'avgmax'"):
+        small("flowformer_patch2_32", global_pool="token")
+
+
+def training_step(model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """How many tensors the forward pass keeps, and the loss and gradients."""
+    torch.manual_seed(1)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(0) or tensor, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    return len(kept), [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@BOTH
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(name):
+    model, x = small(name, drop_path_rate=0.3).train(), images()
+    kept, expected = training_step(model, x)
+    model.set_grad_checkpointing()
+    kept_less, found = training_step(model, x)
+    assert kept_less < kept
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@BOTH
+def test_positions_and_class_token_have_no_weight_decay(name):
+    model = small(name)
+    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    free = {id(parameter) for group in groups if not group["weight_decay"] for parameter in group["params"]}
+    names = {key for key, parameter in model.named_parameters() if id(parameter) in free}
+    assert "positions.weight" in names
+    assert all("norm" in key or key.endswith((".bias", "layer_scale")) for key in names - model.no_weight_decay())
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@BOTH
+def test_learning_rates_fall_from_the_head_to_the_stem(name, coarse):
+    model = small(name)
+    order = timm.models.group_parameters(model, model.group_matcher(coarse), reverse=True)
+    assert set(order) == {key for key, _ in model.named_parameters()}
+    last = "stages.1.1" if name.startswith("flowformer") else "layers.2"
+    first = last.replace("stages.1.1", "stages.0.0").replace("layers.2", "layers.0")
+    stem, begin, end, head = (
+        order[key] for key in ("positions.weight", f"{first}.mlp_norm.weight", f"{last}.mlp_norm.weight", "head.weight")
+    )
+    assert stem < begin < end < head
+    assert order["norm.weight"] == end if not coarse or name.startswith("deit") else order["norm.weight"] >= end
+    scales = [group["lr_scale"] for group in param_groups_layer_decay(model, layer_decay=0.5)]
+    assert min(scales) < max(scales) == 1
+
+
+@BOTH
+@torch.no_grad()
+def test_compiled_model_is_the_same(name):
+    model, x = small(name), images()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@BOTH
+def test_arguments_have_timms_names(name):
+    options = {"in_chans": 1, "num_classes": 4, "drop_rate": 0.1, "proj_drop_rate": 0.2, "drop_path_rate": 0.3}
+    sizes = SMALL[name] | {"img_size": (48, 48)}
+    sizes.pop("image_size")
+    model = timm.create_model(name, **options, **sizes, dtype=torch.float64, attention="softmax")
+    config = model.config
+    assert (config.in_channels, config.num_classes, config.dropout, config.drop_path) == (1, 4, 0.2, 0.3)
+    assert (config.image_size, config.attention, model.head_drop.p) == (48, "softmax", 0.1)
+    assert model(torch.randn(1, 1, 48, 48, dtype=torch.float64)).shape == (1, 4)
+    with pytest.raises(ValueError, match=r"img_size must be one number or two equal ones, got \(32, 64\)"):
+        timm.create_model(name, img_size=(32, 64))
+    with pytest.raises(ValueError, match=r"has no 'patch_sizes'.*patch_size"):
+        timm.create_model(name, patch_sizes=4)
+
+
+@pytest.mark.parametrize("classes", [0, 4])
+@torch.no_grad()
+def test_saved_model_is_the_same(classes, tmp_path):
+    model, x = small("flowformer_patch2_32", num_classes=classes), images()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(TimmFlowformer.from_pretrained(tmp_path)(x), model(x), rtol=0, atol=0)
+
+
+def test_each_class_takes_its_own_config():
+    with pytest.raises(TypeError, match="TimmFlowDeiT takes a DeiTConfig, got VisionConfig"):
+        TimmFlowDeiT(VisionConfig())
+
+
+def test_broken_timm_gives_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    spec = importlib.util.spec_from_file_location("flowformer.integrations.another", integration.__file__)
+    with pytest.raises(ImportError, match=r"pip install 'flowformer\[timm\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_examples_of_the_page(capsys):
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "timm.md").read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        assert len(example.splitlines()) <= 20
+        exec(compile(example, "docs/timm.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "loss 2." in printed
+    assert "[(2, 96, 24, 16), (2, 192, 12, 8), (2, 384, 6, 4), (2, 768, 3, 2)] [4, 8, 16, 32]" in printed
+    assert "torch.Size([2, 5]) torch.Size([2, 192, 6, 4])" in printed

@@ -1,0 +1,685 @@
+"""transformers: generation equal to recomputation, the cache, saving, training; Flow-Attention in models that exist."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.cache_utils import LinearAttentionLayer
+from transformers.masking_utils import chunked_causal_mask_function, create_causal_mask
+
+from flowformer import FlowVariant, flow_attention
+from flowformer.integrations.transformers import (
+    FlowCacheLayer,
+    FlowformerConfig,
+    FlowformerForCausalLM,
+    FlowformerForSequenceClassification,
+    FlowformerModel,
+    flow_attention_forward,
+    flow_attention_mask,
+)
+from flowformer.models.lm import FlowformerLM
+
+PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+STYLES = {
+    "paper": {"dropout": 0.0},
+    "gpt": {
+        "dropout": 0.0,
+        "hidden_act": "gelu_tanh",
+        "positions": "learned",
+        "max_position_embeddings": 64,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "initialisation": "gpt",
+        "variant": "core",
+    },
+}
+BY_STYLE = pytest.mark.parametrize("style", STYLES)
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
+LEFT = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Fresh models have zero biases and unit norms, which would hide mistakes, and say one word again and again."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm.weight" in name.lower()), std=1.0 if parameter.dim() > 1 else 0.2)
+    return model.double().eval()
+
+
+def language_model(style: str = "paper", **options) -> FlowformerForCausalLM:
+    return randomized(FlowformerForCausalLM(FlowformerConfig(**SIZES | STYLES[style] | options)))
+
+
+def assert_close(value, truth):
+    torch.testing.assert_close(value, truth, rtol=1e-9, atol=1e-9)
+
+
+def with_gradients(model: nn.Module, result: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(result, parameters, torch.randn_like(result), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
+
+
+def test_weights_and_logits_are_those_of_our_language_model():
+    for style in STYLES:
+        model = language_model(style)
+        ours = FlowformerLM(model.config.lm_config()).double().eval()
+        ours.load_state_dict(model.model.lm.state_dict())
+        x = ours._hidden(PROMPTS, LEFT.bool(), None)[0]
+        result = model(PROMPTS, attention_mask=LEFT, output_hidden_states=True)
+        assert_close(result.logits[LEFT.bool()], model.lm_head(x)[LEFT.bool()])
+        assert torch.equal(result.hidden_states[-1], model.model(PROMPTS, attention_mask=LEFT).last_hidden_state)
+        assert len(result.hidden_states) == 3
+
+
+@BY_STYLE
+def test_fresh_weights_are_the_published_ones(style):
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 500, "num_hidden_layers": 8}
+    config = FlowformerConfig(**SIZES | STYLES[style] | sizes)
+    model, ours = FlowformerForCausalLM(config), FlowformerLM(config.lm_config())
+    stds = {name: p.std().item() for name, p in ours.named_parameters() if p.dim() > 1}
+    assert {name: model.model.lm.get_parameter(name).std().item() for name in stds} == pytest.approx(stds, rel=0.1)
+    assert model.lm_head.weight.std().item() == pytest.approx(stds["embedding.weight"], rel=0.1)
+    assert torch.equal(model.model.lm.norm.weight, torch.ones(64))
+    assert (model.lm_head.weight is model.model.lm.embedding.weight) == config.tie_word_embeddings
+
+
+@BY_STYLE
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "left-padded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 5},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+        {"do_sample": True, "num_beams": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": False, "prefill_chunk_size": 3},
+        {"do_sample": False, "prefill_chunk_size": 3, "num_beams": 3},
+        {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "eos_token_id": 12},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_generation_equals_recomputation(style, padded, options):
+    model = language_model(style)
+    inputs = {"attention_mask": LEFT} if padded else {}
+    common = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
+    torch.manual_seed(3)
+    cached = model.generate(PROMPTS, **inputs, **common, **options)
+    recomputing = {k: v for k, v in options.items() if k not in ("prefill_chunk_size", "cache_implementation")}
+    torch.manual_seed(3)
+    recomputed = model.generate(PROMPTS, **inputs, **common, **recomputing, use_cache=False)
+    assert cached.past_key_values is not None
+    assert recomputed.past_key_values is None
+    assert torch.equal(cached.sequences, recomputed.sequences)
+    assert len(cached.sequences.unique(dim=0)) > 1
+    assert_close(torch.stack(cached.logits), torch.stack(recomputed.logits))
+
+
+def test_generation_of_a_padded_batch_is_that_of_each_prompt_alone():
+    model = language_model()
+    together = model.generate(PROMPTS, attention_mask=LEFT, max_new_tokens=8, do_sample=False)[:, 7:]
+    for row, prompt, mask in zip(together, PROMPTS, LEFT.bool(), strict=True):
+        alone = model.generate(prompt[mask][None], max_new_tokens=8, do_sample=False)
+        assert torch.equal(row, alone[0, mask.sum() :])
+
+
+def test_generation_from_embeddings():
+    model = language_model()
+    embeddings = model.get_input_embeddings()(PROMPTS)
+    expected = model.generate(PROMPTS, max_new_tokens=5, do_sample=False)[:, 7:]
+    assert torch.equal(model.generate(inputs_embeds=embeddings, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_generation_goes_on_from_a_kept_cache():
+    model = language_model()
+    expected = model.generate(PROMPTS, max_new_tokens=8, do_sample=False)
+    cache = DynamicCache(config=model.config)
+    first = model.generate(PROMPTS, max_new_tokens=4, do_sample=False, past_key_values=cache)
+    assert cache.get_seq_length() == 10  # the last token is not yet in it
+    for each in (copy.deepcopy(cache), cache):
+        assert torch.equal(model.generate(first, max_new_tokens=4, do_sample=False, past_key_values=each), expected)
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["even", "left-padded", "right-padded"])
+def test_any_cut_of_a_sequence_gives_its_logits(mask):
+    model = language_model()
+    whole = model(PROMPTS, attention_mask=mask, use_cache=False)
+    assert whole.past_key_values is None
+    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
+    for cuts in ([7], [1] * 7, [3, 4], [2, 1, 4]):
+        cache, start, parts = None, 0, []
+        for size in cuts:
+            seen = None if mask is None else mask[:, : start + size]
+            tokens = PROMPTS[:, start : start + size]
+            outputs = model(tokens, attention_mask=seen, past_key_values=cache, use_cache=True)
+            cache, start = outputs.past_key_values, start + size
+            parts.append(outputs.logits)
+        assert_close(torch.cat(parts, 1)[kept], whole.logits[kept])
+
+
+def test_a_packed_batch_is_a_loop_over_its_sequences():
+    model = language_model()
+    lengths = [4, 1, 6]
+    tokens = torch.randint(1, 23, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    alone = torch.cat([model(part, use_cache=False).logits for part in tokens.split(lengths, 1)], 1)
+    expected = [alone, *with_gradients(model, alone)]
+    for options in ({"position_ids": positions}, {"position_ids": positions, "cu_seq_lens_q": ends}):
+        packed = model(tokens, **options, use_cache=False, output_hidden_states=True)
+        for value, truth in zip([packed.logits, *with_gradients(model, packed.logits)], expected, strict=True):
+            assert_close(value, truth)
+        assert [tuple(x.shape) for x in packed.hidden_states] == [(1, 11, 16)] * 3
+    assert (model(tokens, use_cache=False).logits - alone).abs().max() > 1e-3
+    two_rows = model(tokens.expand(2, -1), position_ids=positions.expand(2, -1), use_cache=False).logits
+    assert_close(two_rows, alone.expand(2, -1, -1))
+    with pytest.raises(ValueError, match="packed sequences and a cache"):
+        model(tokens, cu_seq_lens_q=ends, use_cache=True)
+
+
+def test_logits_to_keep_and_tuples():
+    model = language_model()
+    whole = model(PROMPTS).logits
+    assert_close(model(PROMPTS, logits_to_keep=2).logits, whole[:, -2:])
+    assert_close(model(PROMPTS, logits_to_keep=torch.tensor([0, 3])).logits, whole[:, [0, 3]])
+    assert torch.equal(model(PROMPTS, return_dict=False)[0], whole)
+
+
+def test_the_loss_scores_the_next_token():
+    model = language_model()
+    labels = PROMPTS.masked_fill(LEFT == 0, -100)
+    outputs = model(PROMPTS, attention_mask=LEFT, labels=labels)
+    expected = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    torch.testing.assert_close(outputs.loss.float(), expected)
+
+
+def test_bfloat16_keeps_its_state_in_float32():
+    model = language_model().bfloat16()
+    outputs = model(PROMPTS, attention_mask=LEFT)
+    assert outputs.logits.dtype == torch.bfloat16
+    assert {part.dtype for layer in outputs.past_key_values.layers for part in layer.state.pack()} == {torch.float32}
+    assert model.generate(PROMPTS, max_new_tokens=3).shape == (3, 10)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = language_model().train()
+    plain = with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits)
+    model.gradient_checkpointing_enable()
+    calls = []
+    model.model.lm.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    for value, truth in zip(with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits), plain, strict=True):
+        assert_close(value, truth)
+    assert len(calls) == 2  # once again in the backward pass
+
+
+def test_training_makes_no_cache():
+    model = language_model()
+    assert model(PROMPTS).past_key_values is not None
+    assert model.train()(PROMPTS).past_key_values is None
+
+
+def test_resized_embeddings():
+    model = language_model()
+    before = model(PROMPTS).logits
+    model.resize_token_embeddings(30)
+    assert model.lm_head.weight is model.model.lm.embedding.weight
+    assert model.config.vocab_size == 30
+    assert_close(model(PROMPTS).logits[..., :23], before)
+    assert model.generate(PROMPTS, max_new_tokens=2).shape == (3, 9)
+
+
+def test_the_stock_layer_drops_the_state_and_ours_keeps_it():
+    stock = transformers.Cache(layers=[LinearAttentionLayer()])
+    stock.layers[0].update_recurrent_state(torch.ones(2, 3))
+    assert not stock.has_previous_state(0)
+    with pytest.raises(ValueError, match="only contain"):
+        stock.get_seq_length()
+    model = language_model()
+    cache = model(PROMPTS, attention_mask=LEFT).past_key_values
+    assert type(cache) is DynamicCache
+    assert cache.get_seq_length() == 7
+    assert cache.batch_size == 3
+    assert cache.get_mask_sizes(2, 0) == (9, 0)
+    assert cache.get_max_length() == -1
+    assert not cache.is_compileable
+    assert [layer.state.count.tolist() for layer in cache.layers] == [[7, 4, 1]] * 2
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, max_cache_len=20)])
+def test_caches_of_the_library_hold_the_state(make):
+    model = language_model()
+    cache = make(config=model.config)
+    assert cache.batch_size == -1
+    assert all(isinstance(layer, FlowCacheLayer) for layer in cache.layers)
+    model(PROMPTS[:, :4], past_key_values=cache)
+    assert_close(model(PROMPTS[:, 4:], past_key_values=cache).logits, model(PROMPTS).logits[:, 4:])
+
+
+@torch.no_grad()
+def test_rows_of_the_cache_can_be_moved():
+    model = language_model()
+    cache = model(PROMPTS).past_key_values
+    single = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([2, 1, 0]))
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 6
+    cache.batch_select_indices(torch.tensor([1, 4]))
+    tokens = torch.tensor([[7], [8]])
+    appended = torch.cat([PROMPTS[:1], tokens[:1]], 1)
+    expected = model(torch.cat([PROMPTS[[2, 0]], tokens], 1)).logits[:, -1:]
+    assert_close(model(tokens, past_key_values=cache).logits, expected)
+    single.reset()
+    assert single.get_seq_length() == 0
+    assert_close(model(PROMPTS, past_key_values=single).logits, model(PROMPTS).logits)
+    for layer in single.layers:
+        layer.offload()
+        layer.prefetch()
+    assert_close(model(tokens[:1].expand(3, 1), past_key_values=single).logits[0], model(appended).logits[0, -1:])
+    empty = DynamicCache(config=model.config)
+    empty.reorder_cache(torch.tensor([1, 0]))
+    empty.batch_repeat_interleave(2)
+    assert empty.batch_size == -1
+
+
+def test_what_a_cache_cannot_do_is_said():
+    model = language_model()
+    cache = model(PROMPTS).past_key_values
+    with pytest.raises(NotImplementedError, match="cannot forget"):
+        cache.crop(-1)
+    with pytest.raises(NotImplementedError, match="sums, not keys"):
+        cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+    with pytest.raises(TypeError, match=r"DynamicCache that cannot hold.*config=model\.config"):
+        model(PROMPTS, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="not supported with stateful"):
+        model.generate(PROMPTS[:1], assistant_model=language_model(), max_new_tokens=2)
+
+
+def test_config_survives_json(tmp_path):
+    config = FlowformerConfig(**SIZES | STYLES["gpt"], num_labels=5)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is FlowformerConfig
+    assert loaded.to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path)}
+    assert loaded.lm_config() == config.lm_config()
+    assert loaded.lm_config().variant == FlowVariant.named("core")
+    by_value = FlowformerConfig(**SIZES, variant=FlowVariant(clamp=2.0))
+    assert by_value.variant == asdict(FlowVariant(clamp=2.0)) == FlowformerConfig(variant=by_value.variant).variant
+    assert FlowformerConfig().lm_config().variant == FlowVariant()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_act": "gelu_new"}, "unknown activation 'gelu_new'"),
+        ({"positions": "learned"}, "learned positions need max_length"),
+        ({"variant": "cores"}, "did you mean 'core'"),
+        ({"num_hidden_layers": 0}, "must be positive"),
+    ],
+)
+def test_a_wrong_config_is_refused_at_once(options, message):
+    with pytest.raises(Exception, match=message):
+        FlowformerConfig(**options)
+
+
+@BY_STYLE
+def test_saving_and_loading(style, tmp_path):
+    model = language_model(style).float()
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["model.safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is FlowformerForCausalLM
+    assert not loaded.training
+    assert torch.equal(loaded(PROMPTS).logits, model(PROMPTS).logits)
+    assert (loaded.lm_head.weight is loaded.model.lm.embedding.weight) == model.config.tie_word_embeddings
+    bare = AutoModel.from_pretrained(tmp_path)
+    assert type(bare) is FlowformerModel
+    assert torch.equal(bare(PROMPTS).last_hidden_state, model.model(PROMPTS).last_hidden_state)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half(PROMPTS).logits.dtype == torch.bfloat16
+
+
+def test_a_classifier_takes_the_weights_of_a_language_model(tmp_path):
+    model = language_model("gpt").float()
+    model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=4)
+    assert type(classifier) is FlowformerForSequenceClassification
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(classifier.model.get_parameter(name), parameter)
+    assert 0 < classifier.score.weight.std() < 0.05
+
+
+def test_importing_twice_registers_again():
+    importlib.reload(sys.modules["flowformer.integrations.transformers"])
+    assert type(AutoConfig.for_model("flowformer")) is FlowformerConfig
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])
+def test_classification_of_a_padded_batch_is_that_of_each_alone(is_causal, mask):
+    config = FlowformerConfig(**SIZES | STYLES["paper"], is_causal=is_causal, num_labels=4)
+    model = randomized(FlowformerForSequenceClassification(config))
+    together = model(PROMPTS, attention_mask=mask)
+    alone = torch.cat([model(row[keep][None]).logits for row, keep in zip(PROMPTS, mask.bool(), strict=True)])
+    assert_close(together.logits, alone)
+    for value, truth in zip(with_gradients(model, together.logits), with_gradients(model, alone), strict=True):
+        assert_close(value, truth)
+    assert torch.equal(model(PROMPTS.masked_fill(mask == 0, 0)).logits, model(PROMPTS * mask, mask).logits)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(PROMPTS), attention_mask=mask)
+    assert_close(embedded.logits, together.logits)
+
+
+def test_a_bidirectional_model_sees_the_future_and_keeps_no_cache():
+    config = FlowformerConfig(**SIZES | STYLES["paper"], is_causal=False)
+    model = randomized(FlowformerModel(config))
+    changed = PROMPTS.clone()
+    changed[:, -1] = 11
+    assert (model(PROMPTS).last_hidden_state - model(changed).last_hidden_state)[:, 0].abs().max() > 1e-6
+    causal = language_model().model
+    assert torch.equal(causal(PROMPTS).last_hidden_state[:, :-1], causal(changed).last_hidden_state[:, :-1])
+    assert model(PROMPTS).past_key_values is None
+    with pytest.raises(ValueError, match="no past to keep"):
+        model(PROMPTS, use_cache=True)
+    with pytest.raises(ValueError, match="needs is_causal=True"):
+        FlowformerForCausalLM(config)
+
+
+def test_the_loss_of_a_classifier():
+    model = randomized(FlowformerForSequenceClassification(FlowformerConfig(**SIZES | STYLES["paper"], num_labels=4)))
+    labels = torch.tensor([0, 3, 1])
+    outputs = model(PROMPTS, labels=labels)
+    assert_close(outputs.loss, nn.functional.cross_entropy(outputs.logits, labels))
+
+
+def test_wrong_inputs_are_refused():
+    model = language_model()
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(PROMPTS, inputs_embeds=model.get_input_embeddings()(PROMPTS))
+    with pytest.raises(ValueError, match="no linear form"):
+        model(PROMPTS, attention_mask=torch.ones(3, 1, 7, 7))
+
+
+def test_a_step_of_the_trainer(tmp_path):
+    model = FlowformerForCausalLM(FlowformerConfig(**SIZES | STYLES["paper"]))
+    before = copy.deepcopy(model.state_dict())
+    data = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in PROMPTS]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_steps=1
+    )
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    assert trainer.train().training_loss > 0
+    assert any(not torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert trainer.evaluate()["eval_loss"] > 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert torch.equal(loaded(PROMPTS).logits, model.eval()(PROMPTS).logits)
+
+
+def test_the_trainer_keeps_packed_sequences_apart(tmp_path):
+    model = language_model().float()
+    rows = [{"input_ids": row.tolist()} for row in (PROMPTS[0], PROMPTS[1, :3])]
+    batch = DataCollatorWithFlattening()(rows)
+    losses = [
+        model(torch.tensor([row["input_ids"]]), labels=torch.tensor([row["input_ids"]])).loss
+        * (len(row["input_ids"]) - 1)
+        for row in rows
+    ]
+    torch.testing.assert_close(model(**batch).loss, sum(losses) / 8)
+
+
+def test_text_generation_pipeline(tmp_path):
+    words = ["[PAD]", "[BOS]", *"abcdefghijklmnopqrstu"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", bos_token="[BOS]", padding_side="left"
+    )
+    model = language_model()
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    prompts = ["a b c d", "e f"]
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    alone = [generate(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    together = [each[0]["generated_text"] for each in generate(prompts, batch_size=2, **options)]
+    assert together == alone
+    assert all(len(text.split()) == 5 for text in alone)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    from_folder = pipeline("text-generation", str(tmp_path), device="cpu")
+    assert from_folder(prompts[0], **options)[0]["generated_text"] == alone[0]
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+TEXT = TINY | {"vocab_size": 23, "pad_token_id": 0}
+ENCODERS = {
+    "bert": transformers.BertConfig(**TEXT),
+    "roberta": transformers.RobertaConfig(**TEXT),
+}
+DECODERS = {
+    "llama": transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8),
+    "gpt2": transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
+    "mistral": transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=64),
+}
+
+
+def existing(config, auto=AutoModel, **options) -> nn.Module:
+    return randomized(auto.from_config(copy.deepcopy(config), attn_implementation="flow_attention", **options))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])
+def test_a_padded_batch_in_an_encoder_is_each_sentence_alone(name, mask):
+    model = existing(ENCODERS[name])
+    first = 1 if name == "roberta" else 0  # it counts from the one after pad_token_id
+    positions = first + (mask.cumsum(-1) - 1).clamp_min(0)
+    together = model(PROMPTS, attention_mask=mask, position_ids=positions).last_hidden_state[mask.bool()]
+    alone = [model(row[keep][None]).last_hidden_state[0] for row, keep in zip(PROMPTS, mask.bool(), strict=True)]
+    assert_close(together, torch.cat(alone))
+    for value, truth in zip(with_gradients(model, together), with_gradients(model, torch.cat(alone)), strict=True):
+        assert_close(value, truth)
+
+
+def test_the_attention_of_an_encoder_is_the_op():
+    model = existing(transformers.BertConfig(**TEXT | {"num_hidden_layers": 1}))
+    attention = model.encoder.layer[0].attention.self
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (attention.query, attention.key, attention.value))
+    assert_close(attention(x, None)[0], flow_attention(q, k, v).transpose(1, 2).flatten(2))
+    assert attention(x, None)[1] is None
+
+
+def test_vit():
+    config = transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_channels=1)
+    model = existing(config).train()
+    softmax = AutoModel.from_config(config).double()
+    softmax.load_state_dict(model.state_dict())
+    pixels = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    result = model(pixels).last_hidden_state
+    assert (result - softmax(pixels).last_hidden_state).abs().max() > 1e-3
+    result.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for n, p in model.named_parameters() if "pooler" not in n)
+
+
+def test_weights_of_an_existing_model_stay_as_they_are(tmp_path):
+    stock = AutoModel.from_config(ENCODERS["bert"])
+    stock.save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, attn_implementation="flow_attention")
+    assert model.config._attn_implementation == "flow_attention"
+    assert {name: tuple(x.shape) for name, x in model.state_dict().items()} == {
+        name: tuple(x.shape) for name, x in stock.state_dict().items()
+    }
+    assert all(torch.equal(x, stock.state_dict()[name]) for name, x in model.state_dict().items())
+    stock.set_attn_implementation("flow_attention")
+    assert torch.equal(stock.eval()(PROMPTS).last_hidden_state, model(PROMPTS).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_train_padded_and_packed(name):
+    model = existing(DECODERS[name], AutoModelForCausalLM)
+    right = LEFT.flip(1)
+    together = model(PROMPTS, attention_mask=right, use_cache=False).logits[right.bool()]
+    lengths = [7, 4, 1]
+    parts = [row[:n][None] for row, n in zip(PROMPTS, lengths, strict=True)]
+    alone = torch.cat([model(part, use_cache=False).logits[0] for part in parts])
+    expected = [alone, *with_gradients(model, alone)]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, 7, 11, 12], dtype=torch.int32)
+    kernel = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+    packed = [
+        model(torch.cat(parts, 1), position_ids=positions, use_cache=False, **options).logits[0]
+        for options in ({}, kernel)
+    ]
+    for result in (together, *packed):
+        for value, truth in zip([result, *with_gradients(model, result)], expected, strict=True):
+            assert_close(value, truth)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_do_not_see_the_future_unless_asked_to(name):
+    model = existing(DECODERS[name])
+    changed = PROMPTS.clone()
+    changed[:, -1] = 11
+    difference = model(PROMPTS).last_hidden_state - model(changed).last_hidden_state
+    assert not difference[:, :-1].any()
+    assert difference[:, -1].any()
+    if name != "gpt2":  # it has no such switch
+        difference = [model(x, is_causal=False).last_hidden_state for x in (PROMPTS, changed)]
+        assert (difference[0] - difference[1])[:, 0].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_cached_decoding_points_to_our_language_model(name):
+    model = existing(DECODERS[name], AutoModelForCausalLM)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with pytest.raises(NotImplementedError, match=r"1 queries and 8 keys.*use_cache=False.*FlowformerForCausalLM"):
+        model.generate(PROMPTS, max_new_tokens=3, **options)
+    tokens = model.generate(PROMPTS, max_new_tokens=3, use_cache=False, **options)
+    for step in (7, 8, 9):
+        expected = model(tokens[:, :step], use_cache=False).logits[:, -1].argmax(-1)
+        assert torch.equal(tokens[:, step], expected)
+
+
+def test_a_window_is_refused_where_it_matters():
+    model = existing(transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=5))
+    model(PROMPTS[:, :5], use_cache=False)
+    with pytest.raises(NotImplementedError, match="sliding window"):
+        model(PROMPTS, use_cache=False)
+    encoder = existing(transformers.ModernBertConfig(**TEXT, local_attention=4, global_attn_every_n_layers=2))
+    with pytest.raises(NotImplementedError, match="sliding window"):
+        encoder(PROMPTS)
+
+
+def test_chunks_are_sequences_of_their_own():
+    chunks = chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
+    sizes = {"batch_size": 2, "q_length": 7, "kv_length": 7, "mask_function": chunks}
+    assert flow_attention_mask(**sizes).tolist() == [0, 3, 6, 7, 10, 13, 14]
+    everyone = torch.ones(2, 7, dtype=torch.bool)
+    assert flow_attention_mask(**sizes, attention_mask=everyone).tolist() == [0, 3, 6, 7, 10, 13, 14]
+    with pytest.raises(NotImplementedError, match="without padding"):
+        flow_attention_mask(**sizes, attention_mask=LEFT[:2].bool())
+    one = {**sizes, "mask_function": chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.int64))}
+    assert flow_attention_mask(**one) is None
+    assert flow_attention_mask(**one, attention_mask=everyone) is everyone
+
+
+def test_masks_of_pairs_of_tokens_are_refused():
+    model = existing(ENCODERS["bert"])
+    with pytest.raises(ValueError, match=r"got \(3, 1, 7, 7\).*no linear form"):
+        model(PROMPTS, attention_mask=torch.ones(3, 1, 7, 7))
+    prefix = existing(DECODERS["llama"])
+    x = torch.zeros(3, 7, 16)
+    with pytest.raises(NotImplementedError, match="no linear form"):
+        create_causal_mask(prefix.config, x, None, None, or_mask_function=lambda b, h, q, k: k < 3)
+    with pytest.raises(NotImplementedError, match="no linear form"):
+        create_causal_mask(
+            prefix.config, x, None, None, block_sequence_ids=torch.tensor([[0, 0, 0, -1, -1, -1, -1]] * 3)
+        )
+
+
+def test_encoder_decoders_are_refused():
+    sizes = {"vocab_size": 23, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    config = transformers.BartConfig(**sizes, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24)
+    with pytest.raises(NotImplementedError, match="attends to an encoder"):
+        existing(config)(PROMPTS)
+    with pytest.raises(NotImplementedError, match="attends to an encoder"):
+        existing(transformers.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))(PROMPTS)
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(NotImplementedError, match="attends to an encoder"):
+        flow_attention_forward(type("MllamaTextCrossAttention", (nn.Module,), {"is_causal": False})(), q, q, q, None)
+
+
+def test_biases_on_a_softmax_are_refused():
+    q = torch.randn(1, 2, 5, 4)
+    for name in ("position_bias", "s_aux"):
+        with pytest.raises(NotImplementedError, match=f"got {name}"):
+            flow_attention_forward(nn.Identity(), q, q, q, None, **{name: torch.zeros(2)})
+
+
+def test_attention_dropout_is_on_the_result_and_only_in_training():
+    q = torch.randn(1, 2, 500, 4)
+    module = nn.Identity()
+    module.is_causal = False
+    expected = flow_attention(q, q, q).transpose(1, 2)
+    dropped, _ = flow_attention_forward(module.train(), q, q, q, None, dropout=0.5)
+    assert dropped.is_contiguous()
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(dropped[dropped != 0], 2 * expected[dropped != 0])
+    assert torch.equal(flow_attention_forward(module.eval(), q, q, q, None, dropout=0.5)[0], expected)
+
+
+@pytest.mark.parametrize("breakage", ["raise RuntimeError('no such operator')", "__version__ = '4.0'"])
+def test_a_missing_or_broken_transformers_names_the_extra(breakage, tmp_path):
+    (tmp_path / "transformers.py").write_text(breakage)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flowformer.integrations.transformers"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: flowformer.integrations.transformers needs transformers" in result.stderr
+    assert "pip install 'flowformer[hf]'" in result.stderr
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+def test_the_page_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(code.splitlines()) <= 20
+    exec(compile(code, str(PAGE), "exec"), {})
