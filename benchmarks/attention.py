@@ -238,11 +238,17 @@ def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[R
     size = shape.batch * shape.heads * shape.length * dtype.itemsize
     field = [each for each in field if size * each.footprint(shape.length, shape.dim) <= options.memory * 2**30 / 8]
     tensors = inputs(shape, device, dtype)
-    runs = [(each, step) for each in field for step in (forward, forward_backward)]
     peaks = {}
-    for each, step in runs:
-        step(each.call, *tensors)  # compiles
-        peaks[each.name, step] = peak_bytes(partial(step, each.call, *tensors), device)
+    for each in list(field):
+        for step in (forward_backward, forward):
+            step(each.call, *tensors)  # compiles
+            took = milliseconds(partial(step, each.call, *tensors), device)
+            if took > 1e3 * options.limit:
+                print(f"{each.name} is left out: one run takes {took / 1e3:.0f} s", flush=True)
+                field.remove(each)
+                break
+            peaks[each.name, step] = peak_bytes(partial(step, each.call, *tensors), device)
+    runs = [(each, step) for each in field for step in (forward, forward_backward)]
     times: dict[tuple, list[float]] = {(each.name, step): [] for each, step in runs}
     started = time.perf_counter()
     while len(times[runs[0][0].name, forward]) < options.repeats:
@@ -358,6 +364,7 @@ def parse(arguments: list[str] | None = None):
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
     parser.add_argument("--repeats", type=int, default=25, help="times each contestant runs at each length")
     parser.add_argument("--seconds", type=float, default=60, help="after which a length ends with at least 5 repeats")
+    parser.add_argument("--limit", type=float, default=10, help="seconds; what takes more for one run is left out")
     parser.add_argument("--memory", type=float, default=16, help="GiB; what would need more is left out")
     parser.add_argument("--csv", type=Path, help="where to write the table")
     return parser.parse_args(arguments)
