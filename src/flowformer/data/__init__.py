@@ -1,0 +1,105 @@
+"""The paper's data sets by name: `load("lra/text")` gives map-style datasets of dicts of tensors.
+
+Files are read where they lie, in the layouts in which they are published; see `store.root` for where that is. Items:
+
+    tokens     {"tokens" (N,) int64, "label" ()}
+    pairs      {"first" (N,), "second" (N,), "label" ()}
+    series     {"series" (N, C) float32, "label" ()}
+    images     {"image" (3, Y, X) float32, "label" ()}
+    language   {"tokens" (L + 1,)}: L tokens to read, each with the token after it to predict
+    RL         {"returns_to_go" (T, 1), "states" (T, S), "actions" (T, A), "timesteps" (T,), "mask" (T,)}
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..ops.variant import nearest
+from . import store
+from .splits import DataInfo, Splits, collate
+from .store import DamagedDataError, MissingDataError
+
+__all__ = [
+    "DamagedDataError",
+    "DataInfo",
+    "MissingDataError",
+    "Splits",
+    "collate",
+    "load",
+    "names",
+    "prepare",
+    "store",
+]
+
+
+def names() -> list[str]:
+    """The names that `load` takes; other sets are "uea/<Set>" of the UEA archive and "minari/<id>"."""
+    from . import offline_rl, uea
+
+    return [
+        *_loaders(),
+        *(f"uea/{name}" for name in uea.SIZES),
+        *(f"d4rl/{env}-{quality}" for env in offline_rl.ENVIRONMENTS for quality in offline_rl.QUALITIES),
+    ]
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: bool = False, **options: Any) -> Splits:
+    """Reads a data set.
+
+    Args:
+        name: one of `names()`.
+        data_dir: the folder of all data sets; None is $FLOWFORMER_DATA, else ~/.cache/flowformer.
+        partial: accept fewer cases than published; `info.differs` then says so.
+        options: of the loader of this set.
+
+    Raises `MissingDataError` with what to download, `DamagedDataError` with the file that cannot be read.
+    """
+    from . import offline_rl, uea
+
+    folder = store.root(data_dir)
+    family, _, rest = name.partition("/")
+    if name in _loaders():
+        return _loaders()[name](folder, partial=partial, **options)
+    if family == "uea" and rest:
+        return uea.load(rest, folder, partial=partial, **options)
+    if family == "d4rl" and rest.startswith(offline_rl.ENVIRONMENTS):
+        return offline_rl.d4rl(rest, folder, **options)
+    if family == "minari" and rest:
+        return offline_rl.minari(rest, folder, **options)
+    raise ValueError(f"unknown data set {name!r}{nearest(name, names())}; known are {', '.join(names())}.")
+
+
+def prepare(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    """Generates a data set that is made rather than collected: "lra/listops" or "lra/pathfinder".
+
+    Args:
+        name, data_dir: as of `load`.
+        options: of `listops.generate` or `pathfinder.generate`.
+    """
+    from . import listops, lra, pathfinder
+
+    home = lra.release(store.root(data_dir))
+    if name == "lra/listops":
+        listops.generate(home / "listops-1000", **options)
+    elif name == "lra/pathfinder":
+        pathfinder.generate(home / "pathfinder32" / "curv_contour_length_14", **options)
+    else:
+        raise ValueError(
+            f'only "lra/listops" and "lra/pathfinder" are generated, got {name!r}. For any other set, load says what '
+            "to download."
+        )
+
+
+def _loaders() -> dict[str, Any]:
+    from . import lra, text, vision
+
+    return {
+        **{f"lra/{task}": getattr(lra, task) for task in ("listops", "text", "retrieval", "image", "pathfinder")},
+        "acl": lra.acl,
+        "wikitext103": text.wikitext103,
+        "enwik8": text.enwik8,
+        "ptb": text.ptb,
+        "cifar10": vision.cifar10,
+        "imagenet": vision.imagenet,
+    }

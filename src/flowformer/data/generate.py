@@ -1,0 +1,58 @@
+"""What the generators share: parts made in parallel, each complete or absent, so that a stopped run can go on."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+Progress = Callable[[int, int], None]
+
+
+def claim(home: Path, parameters: Mapping[str, object]) -> None:
+    """Makes a folder the home of data generated with these parameters; refuses one with other data."""
+    note = home / "generated.json"
+    wanted = json.dumps(dict(parameters), indent=1) + "\n"
+    if note.exists():
+        found = note.read_text()
+        if found != wanted:
+            raise ValueError(
+                f"{home} holds data generated with other parameters, {json.loads(found)} instead of "
+                f"{dict(parameters)}. Delete the folder, or choose another data_dir."
+            )
+        return
+    if home.exists() and any(home.iterdir()):
+        raise ValueError(f"{home} holds data that were not generated here. Choose another data_dir.")
+    home.mkdir(parents=True, exist_ok=True)
+    replace(note, wanted.encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there as a whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None, progress: Progress | None) -> None:
+    """Calls make(part) for all parts, in `workers` processes; None takes one for each core."""
+    workers = min(workers or os.cpu_count() or 1, len(parts))
+    report = progress or (lambda done, total: None)
+    if workers <= 1:
+        for done, part in enumerate(parts, 1):
+            make(part)
+            report(done, len(parts))
+        return
+    # a forked copy of a process with threads may hang
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(make, part) for part in parts]
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                report(done, len(parts))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

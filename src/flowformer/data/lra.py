@@ -1,0 +1,284 @@
+"""The five tasks of the Long-Range Arena as token sequences.
+
+ListOps, retrieval and Pathfinder lie as in the release, under folder/lra_release; text is aclImdb, images are CIFAR-10.
+
+Shapes: M cases, N tokens of a case.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import listops as listops_data
+from . import store, vision
+from .splits import Columns, DataInfo, Rows, Splits
+
+_RELEASE = "Download https://storage.googleapis.com/long-range-arena/lra_release.gz (8 GB) and unpack it in {folder}"
+_RETRIEVAL_SIZES = {"train": 147_086, "eval": 18_090, "test": 17_437}
+_BYTES = {"vocab_size": 257, "padding_id": 0}
+
+
+def release(folder: Path) -> Path:
+    """Where the files of the release are; its archive unpacks to a folder in a folder of the same name."""
+    nested = folder / "lra_release" / "lra_release"
+    return nested if nested.exists() else folder / "lra_release"
+
+
+def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> Splits:
+    """Nested operations on digits, to be evaluated: ten classes. Closing brackets count, parentheses do not.
+
+    Args:
+        max_length: longer expressions are cut; no published one is.
+    """
+    home = release(folder) / "listops-1000"
+    paths = {part: home / f"basic_{part}.tsv" for part in listops_data.SIZES}
+    get = _RELEASE.format(folder=folder) + ', or generate it with flowformer.data.prepare("lra/listops").'
+    store.require(store.Source("LRA ListOps", get, "600 MB, or 300 MB generated"), *paths.values())
+    parts, differs = [], [_generated(home)]
+    for part, path in paths.items():
+        tokens, ends, labels = _read_listops(path)
+        differs.append(store.complete(path, "rows", len(labels), listops_data.SIZES[part], partial=partial))
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        parts.append(Columns(tokens=Rows(tokens, starts, ends.minimum(starts + max_length)), label=labels))
+    info = DataInfo(
+        "lra/listops",
+        store.checksum(paths.values()),
+        num_classes=10,
+        vocab_size=len(listops_data.VOCABULARY),
+        padding_id=0,
+        max_length=max_length,
+        differs=store.notes(*differs),
+    )
+    train, valid, test = parts
+    return Splits(train, valid, test, info)
+
+
+def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
+    """Sentiment of film reviews from their bytes: two classes. The published validation part is the test part: none.
+
+    Args:
+        max_length: longer reviews are cut; 1000 is the published code, 4000 the published text.
+    """
+    home = folder / "aclImdb"
+    source = store.Source(
+        "IMDb reviews",
+        f"Download https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz and unpack it in {folder}.",
+        "500 MB with the unlabelled reviews, which are not needed",
+    )
+    digest, differs, parts = hashlib.sha256(), [], []
+    for part in ("train", "test"):
+        reviews, labels = [], []
+        for label, mood in enumerate(("neg", "pos")):
+            store.require(source, home / part / mood)
+            paths = sorted((home / part / mood).glob("*.txt"))
+            differs.append(store.complete(home / part / mood, "reviews", len(paths), 12_500, partial=partial))
+            for path in paths:
+                review = path.read_bytes()
+                if not review:
+                    raise store.DamagedDataError(f"{path} is empty; unpack the reviews again.")
+                digest.update(path.name.encode() + b"\0" + review)
+                reviews.append(review[:max_length])
+                labels.append(label)
+        parts.append(Columns(tokens=_byte_rows(reviews), label=torch.tensor(labels)))
+    info = DataInfo(
+        "lra/text",
+        digest.hexdigest()[:16],
+        num_classes=2,
+        max_length=max_length,
+        differs=store.notes(*differs),
+        **_BYTES,
+    )
+    return Splits(parts[0], None, parts[1], info)
+
+
+def retrieval(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
+    """Whether one paper of the ACL anthology cites another, from the bytes of both (AAN)."""
+    source = store.Source("LRA retrieval (AAN)", _RELEASE.format(folder=folder) + ".", "8 GB, all of the release")
+    return _pairs("lra/retrieval", release(folder) / "tsv_data", source, _RETRIEVAL_SIZES, "", partial, max_length)
+
+
+def acl(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
+    """A small open stand-in for `retrieval`, same columns: pairs of papers from folder/acl."""
+    get = f"Put new_aan_pairs.{{train,eval,test}}.tsv with columns label, id, id, text, text into {folder / 'acl'}."
+    differs = "a small stand-in for AAN from open ACL papers; not comparable with published numbers"
+    sizes = dict.fromkeys(_RETRIEVAL_SIZES)
+    return _pairs("acl", folder / "acl", store.Source("acl", get, "130 MB"), sizes, differs, partial, max_length)
+
+
+def image(folder: Path, *, partial: bool = False) -> Splits:
+    """CIFAR-10 as 1024 grey intensities in reading order: ten classes. The last tenth of training is for validation."""
+    data = vision.read_cifar10(folder, partial=partial)
+    tokens, labels = _grey(data.train[0]), data.train[1]
+    held = len(labels) * 9 // 10
+    info = DataInfo("lra/image", data.checksum, num_classes=10, vocab_size=256, max_length=1024, differs=data.differs)
+    return Splits(
+        Columns(tokens=_pixel_rows(tokens[:held]), label=labels[:held]),
+        Columns(tokens=_pixel_rows(tokens[held:]), label=labels[held:]),
+        Columns(tokens=_pixel_rows(_grey(data.test[0])), label=data.test[1]),
+        info,
+    )
+
+
+def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14) -> Splits:
+    """Whether a dashed path joins two discs in an image of 32 x 32: two classes; 80/10/10 % in the order of the files.
+
+    Args:
+        contour_length: 14 is the published task; the release has 9 too.
+    """
+    home = release(folder) / "pathfinder32" / f"curv_contour_length_{contour_length}"
+    get = _RELEASE.format(folder=folder) + ', or generate it with flowformer.data.prepare("lra/pathfinder").'
+    store.require(store.Source("LRA Pathfinder32", get, "900 MB (200,000 small files)"), home / "metadata")
+    lists = sorted((home / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.stem))
+    cases = [case for path in lists for case in _read_metadata(path)]
+    differs = [
+        _generated(home),
+        store.complete(home, "images", len(cases), 200_000, partial=partial),
+    ]
+    images = np.empty((len(cases), 1024), np.uint8)
+    digest = hashlib.sha256()
+    for row, (path, _) in zip(images, cases, strict=True):
+        row[:] = _read_image(path)
+        digest.update(row.tobytes())
+    labels = torch.tensor([label for _, label in cases])
+    digest.update(labels.numpy().tobytes())
+    tokens = torch.from_numpy(images)
+    ends = [0, len(cases) * 8 // 10, len(cases) * 9 // 10, len(cases)]
+    parts = [Columns(tokens=_pixel_rows(tokens[start:end]), label=labels[start:end]) for start, end in pairwise(ends)]
+    info = DataInfo(
+        "lra/pathfinder",
+        digest.hexdigest()[:16],
+        num_classes=2,
+        vocab_size=256,
+        max_length=1024,
+        differs=store.notes(*differs),
+    )
+    train, valid, test = parts
+    return Splits(train, valid, test, info)
+
+
+def _generated(home: Path) -> str:
+    """In words, that the files are ours; the generators leave a note beside them."""
+    note = home / "generated.json"
+    return (
+        f"generated by the published parameters, seed {json.loads(note.read_text())['seed']}" if note.exists() else ""
+    )
+
+
+def _read_listops(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens end to end as bytes, where each row ends, and the labels."""
+    tokens, ends, labels, total, line = [], [], [], 0, 2
+    with path.open("rb") as file:
+        if file.readline().split() != [b"Source", b"Target"]:
+            raise store.DamagedDataError(f"{path} is damaged: its first line is not the columns Source and Target.")
+        while block := file.read(1 << 24) + file.readline():
+            if not block.endswith(b"\n"):
+                raise store.DamagedDataError(f"{path} is cut short: its last line does not end.")
+            flat, rows, targets = listops_data.tokenise(block, f"{path}, from line {line}")
+            tokens.append(torch.from_numpy(flat))
+            ends.append(torch.from_numpy(rows) + total)
+            labels.append(torch.from_numpy(targets))
+            total, line = total + len(flat), line + len(rows)
+    if not tokens:
+        raise store.DamagedDataError(f"{path} is damaged: it has no rows.")
+    return torch.cat(tokens), torch.cat(ends), torch.cat(labels)
+
+
+def _pairs(
+    name: str,
+    home: Path,
+    source: store.Source,
+    sizes: dict[str, int] | dict[str, None],
+    differs: str,
+    partial: bool,
+    max_length: int,
+) -> Splits:
+    paths = {part: home / f"new_aan_pairs.{part}.tsv" for part in sizes}
+    store.require(source, *paths.values())
+    digest, found, parts = hashlib.sha256(), [differs], []
+    # a paper is in many pairs: kept once
+    texts: dict[bytes, int] = {}
+    cases = {part: list(_read_pairs(path, digest, texts, max_length)) for part, path in paths.items()}
+    rows = _byte_rows(list(texts))
+    for part, path in paths.items():
+        labels, first, second = torch.tensor(cases[part]).reshape(-1, 3).T
+        found.append(store.complete(path, "pairs", len(labels), sizes[part], partial=partial))
+        parts.append(Columns(first=rows.take(first), second=rows.take(second), label=labels))
+    info = DataInfo(
+        name,
+        digest.hexdigest()[:16],
+        num_classes=2,
+        max_length=max_length,
+        differs=store.notes(*found),
+        **_BYTES,
+    )
+    train, valid, test = parts
+    return Splits(train, valid, test, info)
+
+
+def _read_pairs(path: Path, digest, texts: dict[bytes, int], max_length: int) -> Iterator[tuple[int, int, int]]:
+    """Label and the numbers of both texts; new texts are added to `texts`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            digest.update(line)
+            columns = line.rstrip(b"\r\n").split(b"\t")
+            if len(columns) != 5 or columns[0] not in (b"0", b"1", b"0.0", b"1.0"):
+                raise store.DamagedDataError(
+                    f"{path}, line {number} is damaged: expected label 0 or 1, two ids and two texts with tabs "
+                    f"between, got {len(columns)} columns, the first {columns[0][:20]!r}."
+                )
+            # an empty text, which there is, becomes a blank: every case has a token
+            first, second = (texts.setdefault(column[:max_length] or b" ", len(texts)) for column in columns[3:])
+            yield int(columns[0][:1]), first, second
+
+
+def _read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        columns = line.split(b" ")
+        if len(columns) < 4 or columns[3] not in (b"0", b"1"):
+            raise store.DamagedDataError(
+                f"{path}, line {number} is damaged: expected folder, file, number and label 0 or 1, got {line[:80]!r}."
+            )
+        yield path.parent.parent / columns[0].decode() / columns[1].decode(), int(columns[3])
+
+
+def _read_image(path: Path) -> np.ndarray:
+    """The (1024,) intensities of an image of 32 x 32."""
+    try:
+        with store.extra("PIL.Image", "train").open(path) as picture:
+            pixels = np.asarray(picture.convert("L"))
+    except (OSError, SyntaxError) as error:
+        raise store.DamagedDataError(f"{path} is damaged or missing: {error}") from error
+    if pixels.shape != (32, 32):
+        raise store.DamagedDataError(f"{path} is {pixels.shape[0]} x {pixels.shape[1]} pixels, expected 32 x 32.")
+    return pixels.reshape(-1)
+
+
+def _byte_rows(texts: list[bytes]) -> Rows:
+    """Bytes as ids from 1, so that 0 can be padding."""
+    ends = torch.tensor([len(text) for text in texts]).cumsum(0)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    return Rows(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
+
+
+def _pixel_rows(images: Tensor) -> Rows:
+    starts = torch.arange(len(images)) * images.shape[1]
+    return Rows(images.reshape(-1), starts, starts + images.shape[1])
+
+
+def _grey(images: Tensor) -> Tensor:
+    """(M, 3, 32, 32) to (M, 1024): luma by ITU-R 601, rounded as the published pipeline does."""
+    weights = torch.tensor([0.2989, 0.5870, 0.1140])
+    return torch.cat(
+        [
+            (torch.einsum("mcyx,c->myx", part.float(), weights) * (255.5 / 255)).byte().flatten(1)
+            for part in images.split(1000)
+        ]
+    )

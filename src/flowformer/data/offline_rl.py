@@ -1,0 +1,157 @@
+"""Offline reinforcement learning: windows of trajectories from D4RL's hdf5 files or from Minari.
+
+States are standardised with the statistics of the data set, returns divided by 1000. There is nothing to test on but
+the environment: `test` is empty, and `Windows` knows what a player needs.
+
+Shapes: T steps of a window, S numbers of a state, A of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from . import store
+from .splits import Columns, DataInfo, Item, Splits
+
+ENVIRONMENTS = ("halfcheetah", "hopper", "walker2d")
+QUALITIES = ("medium", "medium-replay", "medium-expert")
+RETURN_SCALE = 1000.0
+
+
+class Episode(NamedTuple):
+    """One trajectory to its end: (T, S), (T, A) and (T,)."""
+
+    states: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+
+
+class Windows(Dataset[Item]):
+    """Every window of consecutive steps, one from each step on; short ones are padded at the end with zeros.
+
+    Args:
+        episodes: the trajectories.
+        window: T.
+
+    Attributes: `state_mean` and `state_std` (S,), with which states were standardised, and `returns`, of each episode.
+    """
+
+    def __init__(self, episodes: list[Episode], window: int) -> None:
+        self.window = window
+        lengths = torch.tensor([len(episode.rewards) for episode in episodes])
+        self.ends = lengths.cumsum(0).repeat_interleave(lengths)  # where the episode of each step ends
+        self.timesteps = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        states, self.actions = (
+            torch.from_numpy(np.concatenate(part)).float()
+            for part in zip(*((episode.states, episode.actions) for episode in episodes), strict=True)
+        )
+        self.state_mean, self.state_std = states.mean(0), states.std(0, correction=0) + 1e-6
+        self.states = (states - self.state_mean) / self.state_std
+        to_go = [np.cumsum(episode.rewards[::-1], dtype=np.float64)[::-1] for episode in episodes]
+        self.returns = torch.tensor([rewards[0] for rewards in to_go])
+        self.returns_to_go = torch.from_numpy(np.concatenate(to_go) / RETURN_SCALE).float()[:, None]
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def __getitem__(self, index: int) -> Item:
+        steps = slice(index, min(index + self.window, int(self.ends[index])))
+        present = steps.stop - steps.start
+
+        def padded(values: Tensor) -> Tensor:
+            return torch.cat((values[steps], values.new_zeros(self.window - present, *values.shape[1:])))
+
+        return {
+            "returns_to_go": padded(self.returns_to_go),
+            "states": padded(self.states),
+            "actions": padded(self.actions),
+            "timesteps": padded(self.timesteps),
+            "mask": torch.arange(self.window) < present,
+        }
+
+
+def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> Splits:
+    """A D4RL set such as "hopper-medium-replay", from folder/d4rl/hopper_medium_replay-v2.hdf5.
+
+    Args:
+        window: T.
+        version: of the file; another than "v2" is not the paper's data.
+    """
+    environment, _, quality = name.partition("-")
+    file = f"{environment}_{quality.replace('-', '_')}-{version}.hdf5"
+    paths = [folder / "d4rl" / file]
+    both = [folder / "d4rl" / f"{environment}_{part}-{version}.hdf5" for part in ("medium", "expert")]
+    if quality == "medium-expert" and not paths[0].exists() and all(path.exists() for path in both):
+        paths = both
+    source = store.Source(
+        f"D4RL {name}",
+        f"Download http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/{file} and put it into "
+        f"{folder / 'd4rl'}.",
+        "60 to 800 MB",
+    )
+    store.require(source, *paths)
+    episodes = [episode for path in paths for episode in _read_d4rl(path)]
+    differs = "" if version == "v2" else f"version {version} of the files, not D4RL's v2"
+    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window)
+
+
+def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
+    """A Minari set such as "mujoco/hopper/medium-v0", from folder/minari/<name>.
+
+    Args:
+        window: T.
+    """
+    home = folder / "minari" / name
+    source = store.Source(
+        f"Minari {name}", f"Run MINARI_DATASETS_PATH={folder / 'minari'} minari download {name}.", "100 MB to 1 GB"
+    )
+    store.require(source, home / "data")
+    try:
+        data = store.extra("minari", "rl").MinariDataset(home / "data")
+        episodes = [
+            Episode(np.asarray(episode.observations)[: len(episode)], np.asarray(episode.actions), episode.rewards)
+            for episode in data.iterate_episodes()
+        ]
+    except (OSError, KeyError, ValueError) as error:
+        raise store.DamagedDataError(f"{home} is damaged: {error}") from error
+    paths = sorted(path for path in home.rglob("*") if path.is_file())
+    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window)
+
+
+def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int) -> Splits:
+    train = Windows(episodes, window)
+    info = DataInfo(
+        name,
+        checksum,
+        num_features=train.states.shape[1],
+        num_actions=train.actions.shape[1],
+        max_length=window,
+        differs=differs,
+    )
+    return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
+
+
+def _read_d4rl(path: Path) -> Iterator[Episode]:
+    """The episodes that end; steps after the last end are dropped."""
+    keys = ("observations", "actions", "rewards", "terminals", "timeouts")
+    try:
+        with store.extra("h5py", "rl").File(path) as file:
+            states, actions, rewards, terminals, timeouts = (file[key][:] for key in keys)
+    except (OSError, KeyError) as error:
+        raise store.DamagedDataError(f"{path} is damaged or not of D4RL: {error}") from error
+    sizes = {len(values) for values in (states, actions, rewards, terminals, timeouts)}
+    ends = np.flatnonzero(terminals.astype(bool) | timeouts.astype(bool)) + 1
+    if len(sizes) != 1 or not len(ends):
+        raise store.DamagedDataError(
+            f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
+            f"{sorted(sizes)} steps and {len(ends)} ends."
+        )
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        yield Episode(states[start:end], actions[start:end], rewards[start:end])

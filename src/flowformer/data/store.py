@@ -1,0 +1,87 @@
+"""Where data lives, and what is said when it is missing, damaged or incomplete."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class MissingDataError(FileNotFoundError):
+    """A data set is not there; the message says what to get, how large it is and where to put it."""
+
+
+class DamagedDataError(ValueError):
+    """A file cannot be what its name says: cut short, garbled or incomplete; the message names it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set comes from.
+
+    Args:
+        name: of the data set.
+        get: how to get it: a download and what to do with it, or the command that generates it.
+        size: on disk, in words.
+    """
+
+    name: str
+    get: str
+    size: str
+
+
+def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of all data sets: the argument, else $FLOWFORMER_DATA, else ~/.cache/flowformer."""
+    chosen = data_dir or os.environ.get("FLOWFORMER_DATA") or Path.home() / ".cache" / "flowformer"
+    return Path(chosen).expanduser()
+
+
+def require(source: Source, *paths: Path) -> None:
+    """Raises `MissingDataError` for the first of the paths that does not exist."""
+    for path in paths:
+        if not path.exists():
+            raise MissingDataError(
+                f"{source.name} is missing: there is no {path}. {source.get} It takes {source.size}. If you have it "
+                "elsewhere, pass data_dir or set FLOWFORMER_DATA to the folder that holds all data sets."
+            )
+
+
+def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:
+    """In words, how a count differs from the published one; fewer raise `DamagedDataError` unless `partial`."""
+    if published is None or found == published:
+        return ""
+    if found < published and not partial:
+        raise DamagedDataError(
+            f"{path} is incomplete: it has {found:,} {what}, the published data has {published:,}. Get it again, or "
+            "pass partial=True to use what is there, labelled as different from the published data."
+        )
+    return f"{path.name}: {found:,} {what} instead of {published:,}"
+
+
+def notes(*differences: str) -> str:
+    """Differences in words, joined; empty ones are left out."""
+    return "; ".join(filter(None, differences))
+
+
+def checksum(paths: Iterable[Path]) -> str:
+    """SHA-256 over the names and contents of files, in order; the first 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def extra(module: str, extra: str) -> Any:
+    """An optional dependency, or an ImportError that names the extra which installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error

@@ -1,0 +1,151 @@
+"""Text to predict: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
+
+A case is {"tokens" (L + 1,)}: token i + 1 is to be predicted from tokens 0 to i. Training cases are whole; the last
+case of a validation or test part may be shorter, so that every token is predicted once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import store
+from .splits import Columns, DataInfo, Rows, Splits
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+_END = SPECIAL.index("</s>")
+_UNKNOWN = SPECIAL.index("<unk>")
+# tokens with the ends of lines
+_WIKITEXT_SIZES = {"train": 103_227_021, "valid": 217_646, "test": 245_569}
+_PTB_SIZES = {"train": 929_589, "valid": 73_760, "test": 82_430}
+
+
+class Language(Columns):
+    """Cases of consecutive tokens; `vocabulary` names the ids, None for bytes."""
+
+    def __init__(self, vocabulary: list[str] | None, **columns: Tensor | Rows) -> None:
+        super().__init__(**columns)
+        self.vocabulary = vocabulary
+
+
+def wikitext103(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
+    """WikiText-103 by words, every word of training in the vocabulary, from folder/wikitext-103/wiki.<part>.tokens.
+
+    Args:
+        length: L, how many tokens a case predicts, or reads where there is context.
+        context: how many of the tokens that a validation or test case reads were predicted by cases before it; such
+            cases have a key "context" (), and only predictions from there on count. The paper has 400 of 512.
+    """
+    source = store.Source(
+        "WikiText-103",
+        f"Download wikitext-103-v1.zip and unpack it, so that {folder}/wikitext-103/wiki.train.tokens is there.",
+        "540 MB",
+    )
+    home = folder / "wikitext-103"
+    paths = {part: home / f"wiki.{part}.tokens" for part in _WIKITEXT_SIZES}
+    return _words("wikitext103", source, paths, _WIKITEXT_SIZES, "", partial, length, context)
+
+
+def ptb(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
+    """Penn Treebank by words, in Mikolov's version, from folder/ptb/ptb.<part>.txt; arguments as of `wikitext103`."""
+    source = store.Source(
+        "Penn Treebank",
+        f"Download simple-examples.tgz of Mikolov's RNNLM and put data/ptb.{{train,valid,test}}.txt into {folder}/ptb.",
+        "6 MB",
+    )
+    paths = {part: folder / "ptb" / f"ptb.{part}.txt" for part in _PTB_SIZES}
+    return _words("ptb", source, paths, _PTB_SIZES, "not in the paper", partial, length, context)
+
+
+def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
+    """The first 100 MB of Wikipedia by bytes, 90 / 5 / 5 %, from folder/enwik8; arguments as of `wikitext103`."""
+    source = store.Source(
+        "enwik8", f"Download http://mattmahoney.net/dc/enwik8.zip and unpack it as {folder}/enwik8.", "100 MB"
+    )
+    path = folder / "enwik8"
+    store.require(source, path)
+    data = path.read_bytes()
+    differs = store.complete(path, "bytes", len(data), 100_000_000, partial=partial)
+    if not differs and hashlib.md5(data, usedforsecurity=False).hexdigest() != "a1fa5ffddb56f4953e226637dabbb36a":
+        raise store.DamagedDataError(f"{path} is damaged: it has the right size but not the published checksum.")
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    train, valid, test = flat.tensor_split([len(flat) * 90 // 100, len(flat) * 95 // 100])
+    info = DataInfo(
+        "enwik8",
+        store.checksum([path]),
+        vocab_size=256,
+        max_length=length,
+        differs=store.notes("not in the paper", differs),
+    )
+    return Splits(_cases(train, length), _cases(valid, length, context), _cases(test, length, context), info)
+
+
+def _words(
+    name: str,
+    source: store.Source,
+    paths: dict[str, Path],
+    sizes: dict[str, int],
+    differs: str,
+    partial: bool,
+    length: int,
+    context: int,
+) -> Splits:
+    store.require(source, *paths.values())
+    counts = Counter(chain.from_iterable(_lines(paths["train"])))
+    for word in SPECIAL:
+        counts.pop(word, None)
+    # by frequency, then by letters: the same ids everywhere
+    vocabulary = [*SPECIAL, *sorted(counts, key=lambda word: (-counts[word], word))]
+    ids = {word: index for index, word in enumerate(vocabulary)}
+    found, parts = [differs], []
+    for part, path in paths.items():
+        # the first word is predicted too, from the end of a line before it
+        tokens = array("i", [_END])
+        for words in _lines(path):
+            tokens.extend([ids.get(word, _UNKNOWN) for word in words])
+        found.append(store.complete(path, "tokens", len(tokens) - 1, sizes[part], partial=partial))
+        flat = torch.frombuffer(tokens, dtype=torch.int32)
+        parts.append(_cases(flat, length, None if part == "train" else context, vocabulary))
+    info = DataInfo(
+        name,
+        store.checksum(paths.values()),
+        # tensor cores like multiples of 8, and so did the published vocabulary
+        vocab_size=-(-len(vocabulary) // 8) * 8,
+        padding_id=0,
+        max_length=length,
+        differs=store.notes(*found),
+    )
+    train, valid, test = parts
+    return Splits(train, valid, test, info)
+
+
+def _lines(path: Path) -> Iterator[list[str]]:
+    """The words of each line, and the end of it."""
+    with path.open(encoding="utf-8") as file:
+        try:
+            for line in file:
+                yield [*line.split(), "</s>"]
+        except UnicodeDecodeError as error:
+            raise store.DamagedDataError(f"{path} is damaged: {error}") from error
+
+
+def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> Language:
+    """Cuts tokens into cases; None as context is for training, where a shorter last case is dropped."""
+    if not 0 <= (context or 0) < length:
+        raise ValueError(f"context must be from 0 to length - 1 = {length - 1}, got {context}.")
+    step = length - (context or 0)
+    firsts = torch.arange(0, len(flat) - 1, step)  # the first token that predicts something new
+    ends = (firsts + step + 1).clamp(max=len(flat))
+    if context is None and len(ends) > 1 and ends[-1] - firsts[-1] <= length:
+        firsts, ends = firsts[:-1], ends[:-1]
+    if not context:
+        return Language(vocabulary, tokens=Rows(flat, firsts, ends))
+    starts = (firsts - context).clamp(min=0)
+    return Language(vocabulary, tokens=Rows(flat, starts, ends), context=firsts - starts)

@@ -1,0 +1,189 @@
+"""Images: CIFAR-10 from its pickles, ImageNet-1K from its folders.
+
+Shapes: M images, Y rows, X columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from . import store
+from .splits import DataInfo, Item, Splits
+
+_CIFAR_MEAN = torch.tensor([0.4914, 0.4822, 0.4465])[:, None, None]
+_CIFAR_STD = torch.tensor([0.2470, 0.2435, 0.2616])[:, None, None]
+_IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
+
+
+class Cifar10(NamedTuple):
+    """The images (M, 3, 32, 32) uint8 and labels (M,) of both parts, in the official order."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    checksum: str
+    differs: str
+
+
+class CifarImages(Dataset[Item]):
+    """Images with standardised channels; augmented ones are shifted by up to 4 pixels and mirrored at random."""
+
+    def __init__(self, images: Tensor, labels: Tensor, augment: bool = False) -> None:
+        self.images, self.labels, self.augment = images, labels, augment
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Item:
+        image = (self.images[index].float() / 255 - _CIFAR_MEAN) / _CIFAR_STD
+        if self.augment:
+            down, right, mirror = torch.randint(9, (2,)).tolist() + torch.randint(2, (1,)).tolist()
+            image = F.pad(image, (4, 4, 4, 4))[:, down : down + 32, right : right + 32]
+            image = image.flip(-1) if mirror else image
+        return {"image": image, "label": self.labels[index]}
+
+
+class FolderImages(Dataset[Item]):
+    """Image files in one folder per class, read when asked for.
+
+    Args:
+        root: holds the folders.
+        transform: from a PIL image to (3, Y, X).
+    """
+
+    def __init__(self, root: Path, transform: Any) -> None:
+        self.reader = store.extra("timm.data.readers", "timm").create_reader("", str(root))
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> Item:
+        file, label = self.reader[index]
+        with file:
+            try:
+                image = store.extra("PIL.Image", "train").open(file).convert("RGB")
+            except (OSError, SyntaxError) as error:
+                raise store.DamagedDataError(f"{file.name} is damaged: {error}") from error
+        return {"image": self.transform(image), "label": torch.tensor(label)}
+
+
+def cifar10(folder: Path, *, partial: bool = False, augment: bool = True) -> Splits:
+    """CIFAR-10 as images, official parts; there is no validation part.
+
+    Args:
+        augment: shift and mirror training images at random.
+    """
+    data = read_cifar10(folder, partial=partial)
+    info = DataInfo("cifar10", data.checksum, num_classes=10, num_features=3, max_length=1024, differs=data.differs)
+    return Splits(CifarImages(*data.train, augment=augment), None, CifarImages(*data.test), info)
+
+
+def read_cifar10(folder: Path, *, partial: bool = False) -> Cifar10:
+    """The python version of CIFAR-10, from folder/cifar-10-batches-py."""
+    source = store.Source(
+        "CIFAR-10",
+        f"Download https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz and unpack it in {folder}.",
+        "180 MB",
+    )
+    files = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    paths = [folder / "cifar-10-batches-py" / file for file in files]
+    store.require(source, *paths)
+    batches = [_batch(path) for path in paths]
+    differs = [
+        store.complete(path, "images", len(labels), 10_000, partial=partial)
+        for path, (_, labels) in zip(paths, batches, strict=True)
+    ]
+    images, labels = (torch.cat(part) for part in zip(*batches[:5], strict=True))
+    return Cifar10((images, labels), batches[5], store.checksum(paths), store.notes(*differs))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds arrays and plain containers, nothing else: a pickle from the web may otherwise run anything."""
+
+    _ALLOWED = (
+        "numpy ndarray",
+        "numpy dtype",
+        "numpy.core.multiarray _reconstruct",
+        "numpy._core.multiarray _reconstruct",
+        "numpy._core.numeric _frombuffer",
+        "numpy.core.numeric _frombuffer",
+        "_codecs encode",
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module} {name}" not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which images do not need")
+        # the modules were renamed in NumPy 2; either NumPy reads the files of both
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+def _batch(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        with path.open("rb") as file:
+            batch = _Unpickler(file, encoding="bytes").load()
+        images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise store.DamagedDataError(f"{path} is damaged or not a batch of CIFAR-10: {error}") from error
+    if images.dtype != np.uint8 or images.shape != (len(labels), 3072) or not np.isin(labels, range(10)).all():
+        raise store.DamagedDataError(
+            f"{path} is damaged: expected bytes of shape (images, 3072) and labels from 0 to 9, got {images.dtype} "
+            f"of shape {images.shape} and {len(labels)} labels."
+        )
+    return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), torch.from_numpy(labels).long()
+
+
+def imagenet(folder: Path, *, partial: bool = False, size: int = 224) -> Splits:
+    """ImageNet-1K from folder/imagenet/{train,val}/<class>/*.JPEG with the paper's augmentation; val is the test part.
+
+    The checksum is of the names and sizes of the files, not of their 150 GB. A damaged image is named when it is read.
+
+    Args:
+        size: Y = X of an image; evaluation takes the middle of an image scaled to 8/7 of it.
+    """
+    roots = {part: folder / "imagenet" / part for part in _IMAGENET_SIZES}
+    source = store.Source(
+        "ImageNet-1K",
+        "Register at https://image-net.org, download ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, and unpack "
+        f"them into one folder per class, {folder}/imagenet/train/n01440764/*.JPEG and likewise for val.",
+        "150 GB",
+    )
+    store.require(source, *roots.values())
+    timm = store.extra("timm.data", "timm")
+    common = {"input_size": size, "interpolation": "bicubic"}
+    train = FolderImages(
+        roots["train"],
+        timm.create_transform(**common, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4),
+    )
+    test = FolderImages(roots["val"], timm.create_transform(**common, crop_pct=0.875))
+    classes = train.reader.class_to_idx
+    if test.reader.class_to_idx != classes:
+        raise store.DamagedDataError(
+            f"{roots['train']} has {len(classes)} classes, {roots['val']} {len(test.reader.class_to_idx)}, and they "
+            "are not the same. Images must lie in one folder per class, in both."
+        )
+    differs = [
+        store.complete(roots[part], "images", len(images), _IMAGENET_SIZES[part], partial=partial)
+        for part, images in (("train", train), ("val", test))
+    ]
+    digest = hashlib.sha256()
+    for images in (train, test):
+        for path, _ in images.reader.samples:
+            digest.update(f"{Path(path).name} {Path(path).stat().st_size}\n".encode())
+    info = DataInfo(
+        "imagenet",
+        digest.hexdigest()[:16],
+        num_classes=len(classes),
+        num_features=3,
+        max_length=size**2,
+        differs=store.notes(*differs),
+    )
+    return Splits(train, None, test, info)
