@@ -2,10 +2,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint bench clean
+.PHONY: test demo lint bench clean
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+demo: $(VENV)/installed
+	$(BIN)/flowformer demo
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

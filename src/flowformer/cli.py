@@ -1,0 +1,414 @@
+"""The command line: `flowformer demo | train | eval | results | plot | recipes | data | bench | env`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ImportError as missing:
+    raise SystemExit(
+        "the command line needs more than the library: pip install 'flowformer[train,ts,hf]'."
+    ) from missing
+
+if TYPE_CHECKING:
+    from .train.loop import Report
+
+app = typer.Typer(
+    name="flowformer",
+    help="Flow-Attention, from data to result. Start with [bold]flowformer demo[/bold].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="The data sets: what there is, what is missing, what is damaged.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+console, errors = Console(), Console(stderr=True)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data", help="The folder of all data sets; else $FLOWFORMER_DATA, else ~/.cache/flowformer."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script, and nothing else.")]
+# what a user can put right, as opposed to a mistake of ours
+_PLAIN = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+
+
+def _command(application: typer.Typer, name: str, **options: Any) -> Callable:
+    """A command whose plain errors are one sentence, not a traceback."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except _PLAIN as error:
+                errors.print(f"[red]error:[/red] {_escape(str(error))}", soft_wrap=True)
+                raise typer.Exit(1) from error
+
+        application.command(name, **options)(run)
+        return run
+
+    return decorate
+
+
+@_command(app, "demo")
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Where to write; default runs/demo, made anew.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train the paper's time-series Flowformer on JapaneseVowels, and softmax attention beside it, in a few minutes.
+
+    640 recordings of nine speakers, which come with aeon: nothing is downloaded. The schedule has 8 of the
+    paper's 100 epochs; [bold]flowformer train uea/JapaneseVowels[/bold] has them all.
+    """
+    import shutil
+
+    from .train import demo as runs
+    from .train.paper import paper_score
+
+    folder = out or Path("runs/demo")
+    if out is None and folder.exists():
+        shutil.rmtree(folder)
+    with _progress(as_json) as reporter:
+        results = runs.run(folder, reporter)
+    if as_json:
+        print(json.dumps(results))
+        return
+    table = Table(
+        "attention",
+        "final epoch",
+        "best epoch (chosen on the test set)",
+        "paper",
+        title="JapaneseVowels, test accuracy",
+    )
+    for name, result in results.items():
+        published = paper_score("uea/JapaneseVowels", name)
+        scores = (f"{100 * result[which]['accuracy']:.1f} %" for which in ("final", "best"))
+        table.add_row(name, *scores, "" if published is None else f"{published} %")
+    console.print(table)
+    console.print("The paper trains for 100 epochs, these are 8, and reports the best epoch.")
+    console.print(
+        f"Checkpoints, configs and metrics: {folder}. Competition over time: {folder / runs.FIGURE}", soft_wrap=True
+    )
+
+
+@_command(app, "train")
+def train(
+    recipe: Annotated[str, typer.Argument(help="A name that [bold]flowformer recipes[/bold] lists.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as attention=softmax seed=1 steps=100.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run; default runs/<recipe>/<config>.")] = None,
+    data: DataDir = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    as_published: Annotated[
+        bool, typer.Option("--as-published", help="Do what the paper's code does, defects included.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe.
+
+    Ctrl-C leaves a checkpoint; the same command with --resume goes on from it, bit for bit. For several GPUs, run
+    [bold]torchrun --nproc-per-node 4 -m flowformer.cli train …[/bold] or [bold]accelerate launch[/bold].
+    """
+    from .train import loop, recipes
+    from .train.config import override
+
+    name = recipe + recipes.PUBLISHED if as_published and not recipe.endswith(recipes.PUBLISHED) else recipe
+    config = override(recipes.get(name), overrides or [])
+    folder = out or Path("runs") / config.name
+    try:
+        with _progress(as_json) as reporter:
+            result = loop.train(config, folder, data_dir=data, resume=resume, report=reporter(config.model.attention))
+    except loop.Interrupted as stopped:
+        errors.print(f"{stopped} To go on: the same command with --resume.")
+        raise typer.Exit(130) from stopped
+    except FileExistsError as error:
+        raise ValueError(f"{error} That is: --resume, or --out.") from error
+    if as_json:
+        print(json.dumps({**result, "folder": str(folder)}))
+    elif _is_main():
+        _print_result(result, folder)
+
+
+@_command(app, "eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    model: Annotated[str, typer.Option(help="Which of its models: final or best.")] = "final",
+    split: Annotated[str, typer.Option(help="On what: test or valid.")] = "test",
+    data: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a trained model again."""
+    from .train.results import evaluate_run
+
+    scores = evaluate_run(run, model=model, split=split, data_dir=data)
+    if as_json:
+        print(json.dumps(scores))
+        return
+    table = Table("score", f"{model} model, {split} set")
+    for name, value in scores.items():
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+
+
+@_command(app, "results")
+def results(
+    runs: Annotated[Path, typer.Argument(help="A folder with runs somewhere below it.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="Write results.csv and results.md into this folder.")] = None,
+) -> None:
+    """Collect finished runs into a table beside the paper's numbers."""
+    from .train.results import collect, markdown, write
+
+    rows = collect(runs)
+    if not rows:
+        raise ValueError(f"{runs} has no finished run, which is a folder with a result.json.")
+    if out is not None:
+        write(rows, out)
+    print(markdown(rows))
+
+
+@_command(app, "plot")
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or the CSV of a benchmark.")],
+    out: Annotated[Path | None, typer.Option(help="The figure; default curves.png in the first folder.")] = None,
+    maps: Annotated[
+        bool, typer.Option("--maps", help="Competition and allocation of a model instead of curves.")
+    ] = False,
+    data: DataDir = None,
+) -> None:
+    """Draw the training curves of runs, the maps of a run, or the speed curves of a benchmark."""
+    from . import viz
+    from .train.record import read_log
+    from .train.results import draw_maps
+
+    first = runs[0]
+    if first.suffix == ".csv":
+        figure, name = viz.speed_curves(first), first.with_suffix(".png")
+    elif maps:
+        figure, name = draw_maps(first, data_dir=data), first / "maps.png"
+    else:
+        figure, name = viz.training_curves({str(run): read_log(run) for run in runs}), first / "curves.png"
+    figure.savefig(out or name, dpi=110)
+    console.print(f"{out or name}", soft_wrap=True)
+
+
+@_command(app, "recipes")
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="Show everything of this one.")] = None, as_json: Json = False
+) -> None:
+    """List the recipes, or show one: what it does, and every key that an override may set."""
+    from .train import recipes
+    from .train.config import keys, to_dict
+
+    if name is None:
+        if as_json:
+            print(json.dumps(recipes.names()))
+            return
+        table = Table("recipe", "what it is", "updates or epochs", "batch")
+        for each in recipes.names():
+            config = recipes.get(each)
+            length = f"{config.steps:,} updates" if config.steps is not None else f"{config.epochs} epochs"
+            table.add_row(each, recipes.describe(each).splitlines()[0], length, str(config.batch_size))
+        console.print(table)
+        return
+    config = recipes.get(name)
+    if as_json:
+        print(json.dumps(to_dict(config)))
+        return
+    console.print(recipes.describe(name), highlight=False)
+    table = Table("key", "value")
+    for key, value in keys(config).items():
+        table.add_row(key, str(value))
+    console.print(table)
+
+
+@_command(data_app, "list")
+def data_list(data: DataDir = None, as_json: Json = False) -> None:
+    """List the data sets, where they are looked for, and which are there."""
+    from . import data as sets
+
+    root = sets.store.root(data)
+    if as_json:
+        print(json.dumps({"folder": str(root), "names": sets.names()}))
+        return
+    console.print(f"Looked for in {root}; flowformer data check NAME reads one.", soft_wrap=True)
+    for name in sets.names():
+        console.print(f"  {name}", highlight=False)
+
+
+@_command(data_app, "check")
+def data_check(
+    name: Annotated[str, typer.Argument(help="A name that [bold]flowformer data list[/bold] gives.")],
+    data: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Read a data set from end to end, and say what it holds and how it differs from the paper's."""
+    import dataclasses
+
+    from . import data as sets
+
+    splits = sets.load(name, data)
+    parts = {part: getattr(splits, part) for part in ("train", "valid", "test")}
+    facts = {
+        **{part: None if dataset is None else len(dataset) for part, dataset in parts.items()},
+        **dataclasses.asdict(splits.info),
+    }
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table("", name)
+    for key, value in facts.items():
+        table.add_row(key, str(value))
+    console.print(table)
+
+
+@_command(data_app, "prepare")
+def data_prepare(
+    name: Annotated[str, typer.Argument(help="lra/listops or lra/pathfinder.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as seed=1 workers=8.")
+    ] = None,
+    data: DataDir = None,
+) -> None:
+    """Generate a data set that is made rather than collected; a stopped generation goes on where it was."""
+    from . import data as sets
+
+    pairs = [override.partition("=") for override in overrides or []]
+    options = {key: json.loads(value) for key, _, value in pairs}
+    if not console.is_terminal:
+        sets.prepare(name, data, **options)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task(name, total=None)
+        sets.prepare(name, data, progress=lambda done, total: bars.update(bar, completed=done, total=total), **options)
+
+
+@_command(
+    app,
+    "bench",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def bench(context: typer.Context) -> None:
+    """Time the attention beside its rivals, correctness first; options as of benchmarks/attention.py --help."""
+    import runpy
+
+    script = Path(__file__).parents[2] / "benchmarks" / "attention.py"
+    if not script.is_file():
+        raise ValueError("the benchmark is part of a checkout, not of an installed package. Clone the repository.")
+    sys.argv = [str(script), *context.args]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@_command(app, "env")
+def env(as_json: Json = False) -> None:
+    """Say what is installed and what the attention would run on; put this into a report of a problem."""
+    import importlib.metadata
+    import platform
+
+    import torch
+
+    from . import __version__, baselines
+
+    facts: dict[str, Any] = {
+        "flowformer": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    for package in ("torch", "triton", "accelerate", "torchmetrics", "transformers", "timm", "aeon", "gymnasium"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts["threads"] = torch.get_num_threads()
+    facts["attentions"] = ["flow", *baselines.names()]
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table("", "found")
+    for key, value in facts.items():
+        table.add_row(key, ", ".join(value) if isinstance(value, list) else str(value or "not there"))
+    console.print(table)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], Report]]:
+    """What makes a report for a run of a name: a live bar in a terminal, a line for each evaluation elsewhere."""
+    if quiet or not _is_main():
+        yield lambda label: lambda record: None
+        return
+    if not console.is_terminal:
+        yield lambda label: functools.partial(_print_record, label)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bars:
+
+        def reporter(label: str) -> Report:
+            bar = bars.add_task(label, total=None, note="")
+
+            def report(record: dict[str, Any]) -> None:
+                if record["kind"] == "start":
+                    bars.update(bar, total=record["steps"], completed=record["step"])
+                elif record["kind"] == "step":
+                    bars.update(bar, completed=record["step"])
+                elif record["kind"] == "train":
+                    bars.update(bar, note=f"loss {record['loss']:.3f}, {record['steps_per_second']:.1f} updates/s")
+                else:
+                    _print_record(label, record)
+
+            return report
+
+        yield reporter
+
+
+def _print_record(label: str, record: dict[str, Any]) -> None:
+    if record["kind"] == "eval":
+        numbers = {key: value for key, value in record.items() if isinstance(value, float) and key != "epoch"}
+        scores = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+        place = f"{label}, epoch {record['epoch']:g}, update {record['step']}"
+        console.print(f"{place}: {record['split']} {scores}", highlight=False, soft_wrap=True)
+        console.file.flush()
+
+
+def _print_result(result: dict[str, Any], folder: Path) -> None:
+    from .train.paper import paper_score, percent
+
+    metric = result["metric"]
+    table = Table("", metric, "update", title=f"{result['recipe']}, {result['attention']}, test set")
+    for which, label in (("final", "final"), ("best", f"best, chosen on {result['best_chosen_on']}")):
+        table.add_row(label, percent(metric, result[which][metric]), str(result[which]["step"]))
+    published = paper_score(result["recipe"], result["attention"])
+    table.add_row("paper", "not in it" if published is None else str(published), "")
+    console.print(table)
+    speed = f"{result['steps_per_second']:.2f} updates/s, {result['peak_memory_mib']:.0f} MiB at most"
+    console.print(
+        f"{result['training_seconds']:.0f} s of training, {speed}. Everything is in {folder}.", soft_wrap=True
+    )
+
+
+def _is_main() -> bool:
+    from .train.record import is_main
+
+    return is_main()
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    app()

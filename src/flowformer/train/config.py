@@ -1,0 +1,311 @@
+"""What a training run is made of: frozen dataclasses, and key=value overrides that know every name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
+from ..models.base import config_from
+from ..ops import FlowVariant
+from ..ops.variant import PRESETS as VARIANTS
+from ..ops.variant import nearest
+
+ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
+_MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
+
+OptimiserName = Literal["adamw", "radam"]
+ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
+Precision = Literal["float32", "tf32", "bf16", "fp16"]
+Split = Literal["valid", "test"]
+
+
+def _check(config: Any) -> None:
+    """Every field whose type is a choice holds one of the choices."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            accepted = get_args(hint)
+            raise ValueError(f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """How parameters move.
+
+    Args:
+        name: "adamw", which without weight decay is Adam, or "radam".
+        lr: what the schedule scales.
+        weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
+        decay: "all" parameters, or only "matrices": not biases, norms, nor other vectors.
+        clip: the largest norm of the gradient; None is no bound.
+    """
+
+    name: OptimiserName = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: Literal["all", "matrices"] = "all"
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the updates.
+
+    Args:
+        name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
+            "cosine", to `floor` at the end of the run; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
+        warmup: updates over which the rate rises in a line.
+        start: the rate at the first update of the warm-up.
+        floor: the rate at the end of "cosine".
+    """
+
+    name: ScheduleName = "constant"
+    warmup: int = 0
+    start: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.warmup < 0 or (self.warmup == 0 and self.name in ("rsqrt", "inverse_sqrt")):
+            raise ValueError(
+                f"the schedule {self.name!r} cannot have a warmup of {self.warmup} updates; pass at least 1."
+            )
+
+    def rate(self, lr: float, step: int, steps: int) -> float:
+        """The rate of update `step`, counted from 0, in a run of `steps`.
+
+        >>> [Schedule("rsqrt", warmup=4).rate(1.0, step, 100) for step in (0, 2, 4, 16)]
+        [0.0, 0.25, 0.5, 0.25]
+        """
+        if self.name == "rsqrt":
+            lr = lr / math.sqrt(max(step, self.warmup))
+        if step < self.warmup:
+            return self.start + (lr - self.start) * step / self.warmup
+        if self.name == "cosine":
+            progress = (step - self.warmup) / steps
+            return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run, complete: with the data, it says everything that decides the result.
+
+    Args:
+        recipe: the name of the recipe it comes from.
+        task: what a batch and a metric are, see `tasks`.
+        data, data_options: the name of the data, and what `data.load` takes besides; "partial" accepts incomplete data,
+            and the result says so.
+        model: the config of the model. What the data decides (classes, features, words, lengths) is filled in.
+        optimiser, schedule: how it learns.
+        steps, epochs: how long; steps wins where both are given.
+        batch_size: examples of one update, over all processes and all accumulated parts.
+        accumulate: in how many parts, one after another, a process computes its share of an update.
+        pad_full: pad every batch to the longest length of the data set, not to its own.
+        drop_last: leave out the incomplete batch at the end of an epoch.
+        eval_every: updates between evaluations; None is once an epoch. The last update is always followed by one.
+        eval_batch_size: examples of one evaluated batch; None is batch_size.
+        select_on: the split that says which evaluation is the best. "valid" leaves the test set alone until the end;
+            "test" is how much of the paper's code chooses, and results are labelled so.
+        episodes: to play at each evaluation, where an environment is what evaluates.
+        label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
+        precision: of the products; parameters are float32.
+        compile: whether torch.compile runs over the model.
+        seed: of the parameters, the order of the data and dropout.
+        workers: processes that read data.
+        log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
+        keep: how many of those checkpoints stay.
+    """
+
+    recipe: str
+    task: str
+    data: str
+    model: ModelConfig
+    optimiser: Optimiser
+    schedule: Schedule = Schedule()
+    data_options: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int = 32
+    accumulate: int = 1
+    pad_full: bool = False
+    drop_last: bool = True
+    eval_every: int | None = None
+    eval_batch_size: int | None = None
+    select_on: Split = "valid"
+    episodes: int = 10
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    precision: Precision = "float32"
+    compile: bool = False
+    seed: int = 0
+    workers: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 1000
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _check(self)
+        _positive(self, "steps", "epochs", "batch_size", "accumulate", "eval_every", "eval_batch_size", "episodes")
+        _positive(self, "log_every", "checkpoint_every", "keep")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("a run needs an end: pass steps or epochs.")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * steps_per_epoch
+
+    @property
+    def name(self) -> str:
+        """A folder name of its own for every config: what differs shows in the digest."""
+        digest = hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Plain values, as JSON holds them."""
+    fields = dataclasses.asdict(config)
+    fields["model"] = {"class": type(config.model).__name__, **fields["model"]}
+    return json.loads(json.dumps(fields))
+
+
+def from_dict(fields: dict[str, Any]) -> TrainConfig:
+    """The config that `to_dict` turned into plain values."""
+    fields = dict(fields)
+    model = dict(fields.pop("model"))
+    parts = {
+        "model": config_from(_MODEL_CONFIGS[model.pop("class")], model),
+        "optimiser": config_from(Optimiser, fields.pop("optimiser")),
+        "schedule": config_from(Schedule, fields.pop("schedule")),
+    }
+    return config_from(TrainConfig, {**fields, **parts})
+
+
+def save(config: TrainConfig, path: Path) -> None:
+    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def load(path: Path) -> TrainConfig:
+    return from_dict(json.loads(path.read_text()))
+
+
+def keys(config: TrainConfig) -> dict[str, Any]:
+    """Every name that an override may have, with its value.
+
+    >>> from flowformer.train import recipes
+    >>> keys(recipes.get("lra/text"))["model.attention"]
+    'flow'
+    """
+    return dict(_leaves(config))
+
+
+def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
+    """The config with other values, each as key=value; of a key, the part after its last dot is enough if it is clear.
+
+    >>> from flowformer.train import recipes
+    >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])
+    >>> config.model.attention, config.optimiser.lr, config.steps
+    ('softmax', 0.01, 10)
+    """
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"{assignment!r} is no override; accepted: key=value, such as steps=100.")
+        config = _replaced(config, _resolve(config, key).split("."), text, key)
+    return config
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    values = (
+        config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    )
+    for name, value in values.items():
+        if isinstance(value, FlowVariant):
+            yield prefix + name, value  # variant=core stands for all of its parts
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _resolve(config: TrainConfig, key: str) -> str:
+    known = keys(config)
+    if key in known:
+        return key
+    matches = [name for name in known if name.rsplit(".", 1)[-1] == key]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
+    parts = [name for name in known if name.startswith(f"{key}.")]
+    if parts:
+        raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")
+    short = {name.rsplit(".", 1)[-1] for name in known}
+    raise ValueError(
+        f"{config.recipe} has no key {key!r}{nearest(key, {*known, *short})}; accepted: {', '.join(known)}."
+    )
+
+
+def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
+    name, *rest = path
+    if isinstance(config, dict):
+        return {**config, name: _parse_like(text, config[name], key)}
+    value = getattr(config, name)
+    if rest:
+        return replace(config, **{name: _replaced(value, rest, text, key)})
+    return replace(config, **{name: _parse(text, get_type_hints(type(config))[name], key)})
+
+
+def _parse_like(text: str, value: Any, key: str) -> Any:
+    """The text as a value of the same kind as the one it replaces."""
+    return json.loads(text) if value is None else _parse(text, type(value), key)
+
+
+def _parse(text: str, hint: Any, key: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if types.NoneType in args and text.lower() == "none":
+            return None
+        hint = next(each for each in args if each is not types.NoneType)
+        return _parse(text, hint, key)
+    if origin is Literal:
+        if text not in args:
+            raise ValueError(f"{key} cannot be {text!r}{nearest(text, args)}; accepted: {', '.join(args)}.")
+        return text
+    if hint is FlowVariant:
+        if text not in VARIANTS:
+            raise ValueError(f"unknown variant {text!r}{nearest(text, VARIANTS)}; accepted: {', '.join(VARIANTS)}.")
+        return FlowVariant.named(text)
+    if origin is tuple:
+        return tuple(_parse(part, args[0], key) for part in text.strip("()").split(",") if part)
+    try:
+        return _BOOLEANS[text.lower()] if hint is bool else hint(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
+
+
+_BOOLEANS = {"true": True, "false": False}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

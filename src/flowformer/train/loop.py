@@ -1,0 +1,425 @@
+"""The training loop: one update after another, evaluated, recorded, and resumable at any of them, bit for bit.
+
+The learning rate and the order of the data are functions of the seed and of the number of the update alone. So a
+checkpoint holds parameters, optimiser, random numbers and that number, and nothing else is needed to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import send_to_device, set_seed  # type: ignore[import-untyped]
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils.data import DataLoader, Dataset
+
+from .. import data
+from ..data import Splits
+from ..models.base import FlowModel
+from . import checkpoints, tasks
+from .config import TrainConfig, to_dict
+from .config import load as load_config
+from .config import save as save_config
+from .order import Batches, SeededItems, steps_per_epoch
+from .record import RunLog, peak_memory, provenance
+
+CONFIG, PROVENANCE, RESULT = "config.json", "provenance.json", "result.json"
+_AUTOCAST = ("bf16", "fp16")
+Report = Callable[[dict[str, Any]], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, and did so with a checkpoint to resume from."""
+
+
+@dataclass
+class Progress:
+    """What changes from update to update, besides parameters, optimiser and random numbers.
+
+    Args:
+        step: updates done.
+        seconds: spent on updates, without evaluations.
+        loss, tokens: summed since the last line of the log.
+        logged_step, logged_seconds: where that line was.
+        best: the evaluation record with the best score; None before the first.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    tokens: int = 0
+    logged_step: int = 0
+    logged_seconds: float = 0.0
+    best: dict[str, Any] | None = None
+
+
+def train(
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    splits: Splits | None = None,
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    """Train, evaluate and write everything into a folder; the result is also in its result.json.
+
+    Args:
+        config: of a recipe.
+        folder: of the run. It gets config.json, provenance.json, log.jsonl, tensorboard/, checkpoints/, and the models
+            `final` and `best`, which `from_pretrained` reads.
+        splits: the data; None loads what the config names, from data_dir.
+        resume: go on from the newest checkpoint in the folder, if there is one.
+        report: is called with every record of the log, and with {"kind": "step"} after each update.
+
+    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written.
+    """
+    return Trainer(config, Path(folder), splits, data_dir, resume, report).run()
+
+
+class Trainer:
+    """A run, set up; `run` is the loop."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        splits: Splits | None,
+        data_dir: str | Path | None,
+        resume: bool,
+        report: Report,
+    ) -> None:
+        # a process may train more than once, each time in another precision
+        AcceleratorState._reset_state()
+        torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+        self.accelerator = Accelerator(mixed_precision=config.precision if config.precision in _AUTOCAST else "no")
+        self.folder, self.report = folder, report
+        self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
+        self.task = tasks.get(config.task)
+        self.config = config = self.task.fitted(config, self.splits.info)
+        self.steps_per_epoch = steps_per_epoch(_size(self.splits.train), config)
+        self.steps = config.total_steps(self.steps_per_epoch)
+        parts = config.accumulate * self.accelerator.num_processes
+        if config.batch_size % parts:
+            raise ValueError(
+                f"batch_size {config.batch_size} cannot be shared by {self.accelerator.num_processes} processes in "
+                f"{config.accumulate} parts each; pass a multiple of {parts}."
+            )
+        if config.select_on == "valid" and self.splits.valid is None:
+            raise ValueError(
+                f"{config.data} has no validation part. Pass select_on=test; the best evaluation is then labelled as "
+                "chosen on the test set."
+            )
+        found = checkpoints.latest(folder / "checkpoints")
+        self._check_folder(resume, found)
+        set_seed(config.seed)
+        objective = tasks.Objective(self.task.build(config), self.task, config)
+        optimiser = _optimiser(objective, config, self.accelerator.device)
+        if config.compile:
+            objective.compile()
+        self.objective, self.optimiser = self.accelerator.prepare(objective, optimiser)
+        # dropout is to differ between processes; the parameters above are not
+        set_seed(config.seed, device_specific=True)
+        self.progress = Progress()
+        if found is not None:
+            self.progress = Progress(**checkpoints.restore(self.accelerator, found))
+        self._prepare_folder()
+        self.log = RunLog(folder, self.progress.step, self.accelerator.is_main_process)
+
+    def run(self) -> dict[str, Any]:
+        config, progress = self.config, self.progress
+        self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
+        self._loss = torch.tensor(progress.loss, device=self._device)  # its sum stays there until it is logged
+        batches = iter(self._loader(progress.step))
+        final: dict[str, Any] | None = None
+        try:
+            with _stop_requests() as stop_requested:
+                while progress.step < self.steps:
+                    started = time.perf_counter()
+                    self._update([next(batches) for _ in range(config.accumulate)])
+                    last = progress.step == self.steps
+                    if last or progress.step % config.log_every == 0:
+                        self._log_update(started)
+                    else:
+                        progress.seconds += time.perf_counter() - started
+                    self.report({"kind": "step", "step": progress.step})
+                    if last or progress.step % (config.eval_every or self.steps_per_epoch) == 0:
+                        final = self._evaluate_and_keep_best()
+                    stop = self._agreed(stop_requested())
+                    if last or stop or progress.step % config.checkpoint_every == 0:
+                        self._save()
+                    if stop and not last:
+                        raise Interrupted(f"stopped at update {progress.step} of {self.steps}.")
+            return self._finish(final)
+        finally:
+            self.log.close()
+
+    def _update(self, parts: list[tasks.Batch]) -> None:
+        """One update from the parts of a batch: the loss is a mean over all of them, in all processes."""
+        config, progress, accelerator = self.config, self.progress, self.accelerator
+        progress.tokens += sum(self.task.tokens(part) for part in parts)
+        count = sum(self.task.count(part) for part in parts).to(self._device)  # type: ignore[union-attr]
+        count = accelerator.reduce(count).clamp_min(1)
+        rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            with nullcontext() if last else accelerator.no_sync(self.objective):
+                loss = self.objective(send_to_device(part, self._device, non_blocking=True)) / count
+                # gradients of the processes are averaged, and are to be summed
+                accelerator.backward(loss * accelerator.num_processes)
+            self._loss += loss.detach()
+        if config.optimiser.clip is not None:
+            accelerator.clip_grad_norm_(self.objective.parameters(), config.optimiser.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        progress.step += 1
+
+    def _log_update(self, started: float) -> None:
+        progress = self.progress
+        sums = torch.stack([self._loss, self._loss.new_tensor(progress.tokens)])
+        loss, tokens = self.accelerator.reduce(sums).tolist()  # waits for the device, so the time is what it took
+        progress.seconds += time.perf_counter() - started
+        steps = progress.step - progress.logged_step
+        seconds = max(progress.seconds - progress.logged_seconds, 1e-9)
+        record = {
+            "kind": "train",
+            "step": progress.step,
+            "epoch": round(progress.step / self.steps_per_epoch, 4),
+            "loss": loss / steps,
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "steps_per_second": steps / seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_mib": peak_memory(self._device),
+        }
+        self.log.write(record)
+        self.report(record)
+        self._loss.zero_()
+        progress.tokens, progress.logged_step, progress.logged_seconds = 0, progress.step, progress.seconds
+
+    def _evaluate_and_keep_best(self) -> dict[str, Any]:
+        record = self._evaluate(self.config.select_on)
+        best = self.progress.best
+        sign = 1 if self.task.higher_is_better else -1
+        if best is None or sign * record[self.task.metric] > sign * best[self.task.metric]:
+            self.progress.best = record
+            self._write_model("best")
+        return record
+
+    def _evaluate(self, split: str, **labels: Any) -> dict[str, Any]:
+        """The metrics of the model on a split, recorded."""
+        scores = self.task.evaluate(self._model(), self.splits, self.config)
+        if scores is None:
+            dataset = getattr(self.splits, split)
+            scores = evaluate(
+                self.accelerator, self.objective, dataset, self.config, collate_for(self.config, self.splits)
+            )
+        epoch = round(self.progress.step / self.steps_per_epoch, 4)
+        record = {"kind": "eval", "split": split, "step": self.progress.step, "epoch": epoch, **labels, **scores}
+        self.log.write(record)
+        self.report(record)
+        return record
+
+    def _finish(self, final: dict[str, Any] | None) -> dict[str, Any]:
+        """Save the last model, and score it and the best one on the test set."""
+        config = self.config
+        self._write_model("final")
+        best = self.progress.best
+        if final is None:  # resumed after the last update
+            final = self._evaluate(config.select_on)
+        assert best is not None
+        if config.select_on == "valid":
+            final = self._evaluate("test", model="final")
+            self._read_model("best")
+            best = {**self._evaluate("test", model="best"), "step": best["step"], "epoch": best["epoch"]}
+        plain = ("kind", "split", "model")
+        result = {
+            "recipe": config.recipe,
+            "attention": config.model.attention,
+            "seed": config.seed,
+            "metric": self.task.metric,
+            "final": {key: value for key, value in final.items() if key not in plain},
+            "best": {key: value for key, value in best.items() if key not in plain},
+            "best_chosen_on": config.select_on,
+            "steps": self.steps,
+            "parameters": self._model().num_parameters(),
+            "training_seconds": round(self.progress.seconds, 2),
+            "steps_per_second": round(self.steps / max(self.progress.seconds, 1e-9), 3),
+            "peak_memory_mib": round(peak_memory(self._device), 1),
+        }
+        if self.accelerator.is_main_process:
+            checkpoints.write_text(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
+        self.report({"kind": "end", "step": self.steps, **result})
+        return result
+
+    def _save(self) -> None:
+        # each process goes on with the mean of all, which has the same sum
+        sums = torch.stack([self._loss, self._loss.new_tensor(self.progress.tokens)])
+        loss, tokens = (self.accelerator.reduce(sums) / self.accelerator.num_processes).tolist()
+        self.progress.loss, self.progress.tokens = loss, round(tokens)
+        folder = self.folder / "checkpoints"
+        checkpoints.save(self.accelerator, folder, self.progress.step, asdict(self.progress), self.config.keep)
+
+    def _write_model(self, name: str) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self._model(), options=options)
+        if self.accelerator.is_main_process:
+            with torch.device("meta"):  # takes no memory, and no random numbers from the run
+                model = self.task.build(self.config)
+            model.load_state_dict(state, assign=True)
+            aside = self.folder / f".{name}.part"
+            model.save_pretrained(aside)
+            (self.folder / name).mkdir(exist_ok=True)
+            for path in aside.iterdir():
+                path.replace(self.folder / name / path.name)
+            aside.rmdir()
+
+    def _read_model(self, name: str) -> None:
+        self.accelerator.wait_for_everyone()
+        state = type(self._model()).from_pretrained(self.folder / name).state_dict()
+        set_model_state_dict(self._model(), state, options=StateDictOptions(full_state_dict=True))
+
+    def _model(self) -> FlowModel:
+        return self.accelerator.unwrap_model(self.objective).model
+
+    @property
+    def _device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def _cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _loader(self, start: int) -> DataLoader:
+        accelerator, dataset = self.accelerator, self.splits.train
+        order = Batches(
+            _size(dataset),
+            self.config,
+            start,
+            self.steps,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        return DataLoader(
+            SeededItems(dataset, self.config.seed),
+            batch_sampler=order,  # type: ignore[arg-type]
+            collate_fn=collate_for(self.config, self.splits),
+            num_workers=self.config.workers,
+            pin_memory=not self._cpu,
+            generator=torch.Generator(),  # else making workers would take a random number from the run
+        )
+
+    def _agreed(self, stop: bool) -> bool:
+        """Whether any process was asked to stop; asked only now and then where that takes communication."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        if self.progress.step % self.config.log_every:
+            return False
+        return bool(self.accelerator.reduce(torch.tensor(float(stop), device=self._device)).item())
+
+    def _check_folder(self, resume: bool, found: Path | None) -> None:
+        if found is None:
+            return
+        if not resume:
+            raise FileExistsError(f"{self.folder} has a run already. Resume it, or choose another folder.")
+        saved = to_dict(load_config(self.folder / CONFIG))
+        asked = to_dict(self.config)
+        different = [key for key in asked if asked[key] != saved.get(key)]
+        if different:
+            raise ValueError(
+                f"{self.folder} has a run of another config: {', '.join(different)} differ. Resume it with the config "
+                "it was started with, or choose another folder."
+            )
+
+    def _prepare_folder(self) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_config(self.config, self.folder / CONFIG)
+            facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
+            checkpoints.write_text(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
+        self.accelerator.wait_for_everyone()
+
+
+def collate_for(config: TrainConfig, splits: Splits) -> Callable[[list[Any]], tasks.Batch]:
+    return partial(data.collate, length=splits.info.max_length if config.pad_full else None)
+
+
+def evaluate(
+    accelerator: Accelerator, objective: nn.Module, dataset: Dataset, config: TrainConfig, collate: Callable
+) -> dict[str, float]:
+    """The metrics of a model on a whole dataset, each example counted once however many processes share it."""
+    task = tasks.get(config.task)
+    metrics = {name: metric.to(accelerator.device) for name, metric in task.metrics(config).items()}
+    size, process, processes = (
+        config.eval_batch_size or config.batch_size,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+    batches = [range(first, min(first + size, _size(dataset))) for first in range(0, _size(dataset), size)]
+    # all processes run as often, since a sharded model needs all of them; who has nothing left runs an example again
+    shares = [list(batch[process::processes]) or [batch[0]] for batch in batches]
+    loader = DataLoader(
+        dataset, batch_sampler=shares, collate_fn=collate, num_workers=config.workers, generator=torch.Generator()
+    )
+    was_training = objective.training
+    objective.eval()
+    with torch.no_grad():
+        for whole, batch in zip(batches, loader, strict=True):
+            batch = send_to_device(batch, accelerator.device)
+            predicted = objective(batch)
+            if process < len(whole):
+                task.update(metrics, predicted, batch)
+    objective.train(was_training)
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def _size(dataset: Dataset) -> int:
+    return len(dataset)  # type: ignore[arg-type]
+
+
+def _optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    options = config.optimiser
+    decayed = [p for p in module.parameters() if options.decay == "all" or p.dim() > 1]
+    chosen = {id(p) for p in decayed}
+    others = [p for p in module.parameters() if id(p) not in chosen]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    shared: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    if options.name == "radam":
+        return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
+    return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C is not waited for."""
+    requested = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal requested
+        if requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        requested = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are not ours
+        before = {}
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

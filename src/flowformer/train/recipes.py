@@ -1,0 +1,366 @@
+"""The recipes: one a cell of the paper's tables, each a complete config with the published hyperparameters.
+
+A recipe does what the paper describes and, where the released code falls short of that, does it right: padding takes
+part in nothing, the test set chooses nothing if there is a validation set, text is not cut at a quarter. Its name with
+"@published" does what the released code does instead. The docstring of a recipe says where the two differ, and what
+neither the paper nor its code states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ..models import LMConfig, classifier, decision, lm, timeseries, vision
+from ..ops import FlowVariant
+from ..ops.variant import nearest
+from .config import Optimiser, Schedule, TrainConfig
+
+PUBLISHED = "@published"
+# flax's Adam; its weight decay is decoupled and spares no parameter
+_LRA = Optimiser("adamw", betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1)
+
+
+def _variant(published: bool, release: str) -> FlowVariant:
+    return FlowVariant.named(release) if published else FlowVariant()
+
+
+def listops(published: bool) -> TrainConfig:
+    """Long-Range Arena, nested lists of up to 2000 tokens.
+
+    The released code chooses among evaluations on the test set, made every 50 updates, and lets padding take part. Its
+    attention has φ = ReLU (model.variant.feature_map=relu) and lets heads compete instead of tokens, which is not
+    offered here: the paper describes competition among tokens with φ = sigmoid, and so does this recipe.
+    """
+    return TrainConfig(
+        recipe="lra/listops",
+        task="tokens",
+        data="lra/listops",
+        data_options={"max_length": 2000},
+        model=replace(classifier.PRESETS["listops"], mask_padding=not published),
+        optimiser=replace(_LRA, lr=0.005),
+        schedule=Schedule("rsqrt", warmup=1000),
+        steps=5000,
+        batch_size=32,
+        pad_full=published,
+        eval_every=50 if published else 500,
+        select_on="test" if published else "valid",
+        workers=4,
+    )
+
+
+def text(published: bool) -> TrainConfig:
+    """Long-Range Arena, sentiment of film reviews from up to 4000 bytes.
+
+    The benchmark has no validation set: the last evaluation is the one to compare, the best one is chosen on the test
+    set. The released code cuts reviews at 1000 bytes, though the benchmark says 4000, evaluates every 100 updates, and
+    lets padding take part. Its attention differs as for ListOps.
+    """
+    return TrainConfig(
+        recipe="lra/text",
+        task="tokens",
+        data="lra/text",
+        data_options={"max_length": 1000 if published else 4000},
+        model=replace(classifier.PRESETS["text"], mask_padding=not published),
+        optimiser=replace(_LRA, lr=0.005),
+        schedule=Schedule("rsqrt", warmup=8000),
+        steps=20_000,
+        batch_size=32,
+        pad_full=published,
+        eval_every=100 if published else 1000,
+        select_on="test",
+        workers=4,
+    )
+
+
+def retrieval(published: bool, data: str = "lra/retrieval") -> TrainConfig:
+    """Long-Range Arena, whether one paper cites the other, from 4000 bytes of each.
+
+    The warm-up of 8000 updates is longer than the run of 5000, as published. The released code evaluates every 100
+    updates, on validation and test set alike, and lets padding take part. Its attention differs as for ListOps.
+    """
+    return TrainConfig(
+        recipe=data,
+        task="pairs",
+        data=data,
+        data_options={"max_length": 4000},
+        model=replace(classifier.PRESETS["retrieval"], mask_padding=not published),
+        optimiser=replace(_LRA, lr=0.05),
+        schedule=Schedule("rsqrt", warmup=8000),
+        steps=5000,
+        batch_size=32,
+        pad_full=published,
+        eval_every=100 if published else 500,
+        workers=4,
+    )
+
+
+def acl(published: bool) -> TrainConfig:
+    """Retrieval on a small collection of ACL papers: a stand-in for the AAN pairs, never to be reported as them."""
+    return retrieval(published, "acl")
+
+
+def image(published: bool) -> TrainConfig:
+    """Long-Range Arena, grey CIFAR-10 images as 1024 pixels in a row.
+
+    The released code hardly shuffles (batches are formed before the shuffle) and leaves the last 16 test images out;
+    neither is reproduced.
+    """
+    return TrainConfig(
+        recipe="lra/image",
+        task="tokens",
+        data="lra/image",
+        model=classifier.PRESETS["image"],
+        optimiser=replace(_LRA, lr=5e-4, weight_decay=0.0),
+        schedule=Schedule("cosine", warmup=175),
+        steps=35_000,
+        batch_size=256,
+        eval_every=175 if published else 875,
+        workers=4,
+    )
+
+
+def pathfinder(published: bool) -> TrainConfig:
+    """Long-Range Arena, whether two dots in a 32 × 32 drawing are ends of one line, as 1024 pixels in a row."""
+    return TrainConfig(
+        recipe="lra/pathfinder",
+        task="tokens",
+        data="lra/pathfinder",
+        model=classifier.PRESETS["pathfinder"],
+        optimiser=replace(_LRA, lr=1e-4, weight_decay=0.0),
+        schedule=Schedule("cosine", warmup=312),
+        steps=62_400,
+        batch_size=512,
+        eval_every=312 if published else 1560,
+        workers=4,
+    )
+
+
+def wikitext103(published: bool) -> TrainConfig:
+    """Word-level language modelling on WikiText-103, blocks of 512 words, 131,072 words an update.
+
+    That is the released command on the paper's four GPUs: 2048 words × 16 parts × 4. The released attention clamps the
+    flow that competes to ±5. The rate warms up over the first 6000 of the 150,000 updates; the paper's text can be read
+    as counting them apart. Evaluated words have up to 400 words before them, as published. The published score may be
+    of the validation or of the test set; here the test set is reported.
+    """
+    return TrainConfig(
+        recipe="wikitext103",
+        task="language",
+        data="wikitext103",
+        data_options={"length": 512, "context": 400},
+        model=replace(lm.PRESETS["wikitext103"], variant=_variant(published, "language")),
+        optimiser=Optimiser("adamw", lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01),
+        schedule=Schedule("inverse_sqrt", warmup=6000, start=1e-7),
+        steps=150_000,
+        batch_size=256,
+        accumulate=16,
+        eval_every=5000,
+        eval_batch_size=8,
+        workers=2,
+    )
+
+
+def enwik8(published: bool) -> TrainConfig:
+    """Byte-level language modelling on enwik8, blocks of 1024 bytes; not in the paper: the model and the schedule of
+    WikiText-103 on data that is easy to get. The score "bits" is bits per byte.
+    """
+    return TrainConfig(
+        recipe="enwik8",
+        task="language",
+        data="enwik8",
+        data_options={"length": 1024, "context": 0},
+        model=LMConfig(vocab_size=256, variant=_variant(published, "language")),
+        optimiser=Optimiser("adamw", lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, clip=1.0),
+        schedule=Schedule("inverse_sqrt", warmup=2000, start=1e-7),
+        steps=50_000,
+        batch_size=32,
+        eval_every=5000,
+        workers=2,
+    )
+
+
+def ptb(published: bool) -> TrainConfig:
+    """Word-level language modelling on Penn Treebank, blocks of 128 words; not in the paper, but small."""
+    return TrainConfig(
+        recipe="ptb",
+        task="language",
+        data="ptb",
+        data_options={"length": 128, "context": 0},
+        model=LMConfig(
+            vocab_size=10_000,
+            num_layers=4,
+            embed_dim=256,
+            num_heads=4,
+            mlp_dim=1024,
+            dropout=0.3,
+            variant=_variant(published, "language"),
+        ),
+        optimiser=Optimiser("adamw", lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, clip=1.0),
+        schedule=Schedule("cosine", warmup=400),
+        epochs=40,
+        batch_size=32,
+    )
+
+
+def imagenet(published: bool, recipe: str = "imagenet/hierarchical") -> TrainConfig:
+    """ImageNet-1K at 224 × 224 with the four-stage Flowformer, 300 epochs.
+
+    Batch and rate are the paper's, 8 × 128 and 1e-3; the released script has 6 GPUs and 7.5e-4. Heads are 12 as in the
+    code; the paper's table says 16 (model.num_heads=16). The rate changes with every update, where the released code
+    changes it once an epoch. The released attention clamps the flow that competes to ±1 and adds ε twice. The best
+    epoch is chosen on the set that is reported, as everybody does on this benchmark.
+    """
+    model = vision.PRESETS["imagenet"]
+    return TrainConfig(
+        recipe=recipe,
+        task="images",
+        data="imagenet",
+        data_options={"size": 224},
+        model=replace(model, variant=_variant(published, "vision")),
+        optimiser=Optimiser("adamw", lr=1e-3, weight_decay=0.05, decay="matrices", clip=1.0),
+        # 5 of 300 epochs of 1251 updates
+        schedule=Schedule("cosine", warmup=6255, start=1e-6, floor=1e-5),
+        epochs=300,
+        batch_size=1024,
+        select_on="test",
+        label_smoothing=0.1,
+        mixup=0.8,
+        cutmix=1.0,
+        precision="fp16" if published else "bf16",
+        workers=12,
+        checkpoint_every=1251,
+    )
+
+
+def deit_s(published: bool) -> TrainConfig:
+    """ImageNet-1K with DeiT-S whose attention is Flow-Attention, without distillation.
+
+    No code of it was released. Of DeiT's own recipe, repeated augmentation and the moving average of the weights are
+    left out; the rest is as for the four-stage model, without a bound on the gradient.
+    """
+    config = imagenet(published, "imagenet/deit-s")
+    model = replace(vision.DEIT_PRESETS["deit-s"], variant=_variant(published, "vision"))
+    return replace(config, model=model, optimiser=replace(config.optimiser, clip=None))
+
+
+def cifar10(published: bool) -> TrainConfig:
+    """CIFAR-10 in colour with a small four-stage Flowformer; not in the paper: its ImageNet recipe, scaled down.
+
+    There is no validation set: the last evaluation is the one to compare.
+    """
+    model = vision.PRESETS["cifar"]
+    return TrainConfig(
+        recipe="cifar10",
+        task="images",
+        data="cifar10",
+        data_options={"augment": True},
+        model=replace(model, variant=_variant(published, "vision")),
+        optimiser=Optimiser("adamw", lr=1e-3, weight_decay=0.05, decay="matrices", clip=1.0),
+        schedule=Schedule("cosine", warmup=1000, start=1e-6, floor=1e-5),
+        epochs=100,
+        batch_size=256,
+        select_on="test",
+        label_smoothing=0.1,
+        mixup=0.8,
+        cutmix=1.0,
+        precision="bf16",
+        workers=8,
+    )
+
+
+def uea(published: bool, name: str) -> TrainConfig:
+    """Classification of multivariate time series.
+
+    The archive has no validation set. The published number is the best of the evaluations on the test set; here both
+    that and the last one are reported. The released code lets padding take part in the attention, evaluates every
+    second epoch, and trains SpokenArabicDigits with Adam.
+    """
+    adam = published and name == "SpokenArabicDigits"
+    return TrainConfig(
+        recipe=f"uea/{name}",
+        task="series",
+        data=f"uea/{name}",
+        model=replace(timeseries.PRESETS[name], mask_padding=not published),
+        optimiser=Optimiser("adamw" if adam else "radam", lr=1e-3, clip=4.0),
+        epochs=400 if name == "PEMS-SF" else 100,
+        batch_size=16,
+        pad_full=published,
+        drop_last=False,
+        eval_batch_size=128,
+        select_on="test",
+    )
+
+
+def d4rl(published: bool, env: str, quality: str) -> TrainConfig:
+    """Offline reinforcement learning: actions from the returns, states and actions of 20 steps.
+
+    Each window is seen once an epoch, where the released code draws windows with replacement. The released attention
+    clamps the flow that competes to ±10. Which of the two target returns, which evaluation and which seeds were
+    published is not known: both targets are reported, and both the last and the best evaluation. Scores come from the
+    v5 environments, since those of the paper can no longer be installed; they are not the paper's scores.
+    """
+    model = decision.PRESETS[env]
+    return TrainConfig(
+        recipe=f"d4rl/{env}-{quality}",
+        task="decision",
+        data=f"d4rl/{env}-{quality}",
+        data_options={"version": "v2"},
+        model=replace(model, variant=_variant(published, "rl")),
+        optimiser=Optimiser("adamw", lr=1e-3, weight_decay=1e-4, clip=0.25),
+        schedule=Schedule("constant", warmup=10_000),
+        steps=100_000,
+        batch_size=64,
+        eval_every=10_000,
+        select_on="test",
+        log_every=100,
+        checkpoint_every=5000,
+        workers=2,
+    )
+
+
+RECIPES: dict[str, Callable[[bool], TrainConfig]] = {
+    "lra/listops": listops,
+    "lra/text": text,
+    "lra/retrieval": retrieval,
+    "lra/image": image,
+    "lra/pathfinder": pathfinder,
+    "acl": acl,
+    "wikitext103": wikitext103,
+    "enwik8": enwik8,
+    "ptb": ptb,
+    "imagenet/hierarchical": imagenet,
+    "imagenet/deit-s": deit_s,
+    "cifar10": cifar10,
+    **{f"uea/{name}": partial(uea, name=name) for name in timeseries.PRESETS},
+    **{
+        f"d4rl/{env}-{quality}": partial(d4rl, env=env, quality=quality)
+        for env in decision.PRESETS
+        for quality in ("medium", "medium-replay", "medium-expert")
+    },
+}
+
+
+def names() -> list[str]:
+    return list(RECIPES)
+
+
+def get(name: str) -> TrainConfig:
+    """The config of a recipe; "@published" after its name asks for what the released code does.
+
+    >>> [get(name).data_options["max_length"] for name in ("lra/text", "lra/text@published")]
+    [4000, 1000]
+    """
+    plain = name.removesuffix(PUBLISHED)
+    if plain not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}{nearest(name, RECIPES)}; accepted: {', '.join(RECIPES)}.")
+    config = RECIPES[plain](plain != name)
+    return replace(config, recipe=name, data_options={**config.data_options, "partial": False})
+
+
+def describe(name: str) -> str:
+    """What a recipe says of itself."""
+    recipe = RECIPES[name.removesuffix(PUBLISHED)]
+    return inspect.getdoc(recipe.func if isinstance(recipe, partial) else recipe) or ""

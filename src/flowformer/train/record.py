@@ -1,0 +1,114 @@
+"""What a run writes down: a line of JSON for each event, curves for tensorboard, and where it all comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped]
+import torch
+
+from .. import __version__
+from ..data import DataInfo
+from .checkpoints import write_text
+
+LOG = "log.jsonl"
+
+
+class RunLog:
+    """The log of a run, and the same numbers as tensorboard curves; only the main process writes.
+
+    Args:
+        folder: of the run.
+        step: where the run goes on: what a killed run has written of later steps is taken out.
+        active: False writes nothing.
+    """
+
+    def __init__(self, folder: Path, step: int, active: bool) -> None:
+        self._active = active
+        if not active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / LOG
+        kept = [record for record in read_log(folder) if record["step"] <= step] if path.exists() else []
+        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a")
+        self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        if not self._active:
+            return
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        prefix = record["kind"] if record["kind"] == "train" else record["split"]
+        for name, value in record.items():
+            if isinstance(value, float):
+                self._curves.add_scalar(f"{prefix}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        if self._active:
+            self._file.close()
+            self._curves.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The records of a log, without the half a line that a killed run may leave at its end."""
+    records = []
+    for line in (folder / LOG).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str, Any]:
+    """Where a result comes from: data, hardware, versions, commit, command."""
+    return {
+        "data": info.name,
+        "checksum": info.checksum,
+        "differs": info.differs,
+        "device": device_name(device),
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "flowformer": __version__,
+        "commit": commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit of the package, with a + if files differ from it; "unknown" outside a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() or "unknown"
+
+
+def peak_memory(device: torch.device) -> float:
+    """MiB: what tensors took at most on a GPU, what the process took at most elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks, known before anything is set up."""
+    return os.environ.get("RANK", "0") == "0"

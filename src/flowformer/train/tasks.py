@@ -1,0 +1,287 @@
+"""What a batch and a metric are, for each family of the paper: the loop knows of data and models only through a task.
+
+Shapes: B batch, N tokens or steps, T steps of a trajectory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from ..data import DataInfo, Splits
+from ..models import (
+    FlowformerClassifier,
+    FlowformerDecision,
+    FlowformerDeiT,
+    FlowformerLM,
+    FlowformerPairClassifier,
+    FlowformerTimeSeries,
+    FlowformerVision,
+)
+from ..models.base import FlowModel
+from ..models.lm import IGNORED
+from ..ops.variant import nearest
+from .config import TrainConfig
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A family: its models, what goes into them, and how their results are scored.
+
+    Args:
+        models: the classes, one for each class of config.
+        inputs: the keys of a batch that the model takes, in order; one that is not in the batch is None.
+        metric: the name of the score that says which evaluation is the best.
+        higher_is_better: whether that is the largest one.
+    """
+
+    models: tuple[type[FlowModel], ...]
+    inputs: tuple[str, ...]
+    metric: str
+    higher_is_better: bool
+    # field of the model's config → field of DataInfo that decides it
+    sizes: ClassVar[dict[str, str]] = {
+        "num_classes": "num_classes",
+        "vocab_size": "vocab_size",
+        "num_features": "num_features",
+        "max_length": "max_length",
+        "padding_id": "padding_id",
+    }
+
+    def fitted(self, config: TrainConfig, info: DataInfo) -> TrainConfig:
+        """The config with the sizes that the data decides."""
+        known = {field.name for field in dataclasses.fields(config.model)}
+        sizes = {
+            name: getattr(info, source)
+            for name, source in self.sizes.items()
+            if name in known and (getattr(info, source) is not None or name == "padding_id")
+        }
+        return replace(config, model=replace(config.model, **sizes))
+
+    def build(self, config: TrainConfig) -> FlowModel:
+        for model in self.models:
+            if isinstance(config.model, model.config_class):
+                return model(config.model)
+        accepted = ", ".join(model.config_class.__name__ for model in self.models)
+        raise TypeError(f"the task {config.task!r} takes a {accepted}, got a {type(config.model).__name__}.")
+
+    def arguments(self, batch: Batch) -> list[Tensor | None]:
+        return [batch.get(key) for key in self.inputs]
+
+    def count(self, batch: Batch) -> Tensor:
+        """Over how many things the loss of a batch is a sum."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
+        """The sum of the losses of a batch."""
+        raise NotImplementedError
+
+    def evaluate(self, model: Any, splits: Splits, config: TrainConfig) -> dict[str, float] | None:
+        """The scores of a model that are not metrics over a dataset; None where they are."""
+        return None
+
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
+        """What `update` feeds and an evaluation computes."""
+        raise NotImplementedError
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        """What `update` needs of the model."""
+        raise NotImplementedError
+
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
+        raise NotImplementedError
+
+    def tokens(self, batch: Batch) -> int:
+        """How many tokens a batch has, padding not counted."""
+        masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
+        if masks:
+            return sum(int(mask.sum()) for mask in masks)
+        first = batch[self.inputs[0]]
+        return len(first) * first.shape[1]
+
+
+class Classification(Task):
+    """One label for each example; images may be mixed with each other in training."""
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(float(len(batch["label"])))
+
+    def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
+        label = batch["label"]
+        smoothing = config.label_smoothing
+        if config.mixup or config.cutmix:
+            mixed, label = _mix(batch["image"], label, config)
+            batch, smoothing = {**batch, "image": mixed}, 0.0
+        logits = model(*self.arguments(batch))
+        return F.cross_entropy(logits.float(), label, reduction="sum", label_smoothing=smoothing)
+
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
+        classes = config.model.num_classes  # type: ignore[union-attr]
+        metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(classes, average="micro"), "loss": MeanMetric()}
+        if classes > 100:
+            metrics["top5"] = MulticlassAccuracy(classes, top_k=5, average="micro")
+        return metrics
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        return model(*self.arguments(batch)).float()
+
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
+        label = batch["label"]
+        for name, metric in metrics.items():
+            if name == "loss":
+                metric.update(F.cross_entropy(predicted, label, reduction="none"))
+            else:
+                metric.update(predicted, label)
+
+    def tokens(self, batch: Batch) -> int:
+        pairs = [batch[key] for key in self.inputs if key in ("first", "second")]
+        if "image" in batch:
+            return len(batch["image"])
+        if pairs and "first_mask" not in batch:
+            return sum(x.numel() for x in pairs)
+        return super().tokens(batch)
+
+
+class Language(Task):
+    """The next token after each token; perplexity is per token, bits per token is the same in other units."""
+
+    def count(self, batch: Batch) -> Tensor:
+        return (self._targets(batch) != IGNORED).sum().float()
+
+    def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
+        return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
+
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
+        return {"loss": MeanMetric(), "bits": MeanMetric(), "perplexity": _Perplexity()}
+
+    def predict(self, model: Any, batch: Batch) -> Tensor:
+        return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
+
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
+        count = self.count(batch)
+        mean = predicted / count.clamp_min(1)
+        metrics["loss"].update(mean, count)
+        metrics["bits"].update(mean / math.log(2), count)
+        metrics["perplexity"].update(mean, count)
+
+    @staticmethod
+    def _targets(batch: Batch) -> Tensor:
+        """(B, N), the token after each, IGNORED where it is padding, or was predicted before and is here as context."""
+        targets = batch["tokens"][:, 1:]
+        if "mask" in batch:
+            targets = targets.masked_fill(~batch["mask"][:, 1:], IGNORED)
+        if "context" in batch:
+            place = torch.arange(targets.shape[1], device=targets.device)
+            targets = targets.masked_fill(place < batch["context"][:, None], IGNORED)
+        return targets
+
+
+class _Perplexity(MeanMetric):
+    """The exponential of a mean loss."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+class Decision(Task):
+    """The actions of trajectories, by their squared error; what they are worth is seen by playing."""
+
+    sizes: ClassVar[dict[str, str]] = {"state_dim": "num_features", "action_dim": "num_actions", "window": "max_length"}
+
+    def arguments(self, batch: Batch) -> list[Tensor | None]:
+        returns, *others = super().arguments(batch)
+        assert returns is not None
+        return [returns.flatten(1), *others]  # (B, T, 1) → (B, T)
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch["mask"].sum() * batch["actions"].shape[-1]).float()
+
+    def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
+        error = (model(*self.arguments(batch)).action.float() - batch["actions"]).square()
+        return error.masked_fill(~batch["mask"][..., None], 0).sum()
+
+    def evaluate(self, model: Any, splits: Splits, config: TrainConfig) -> dict[str, float]:
+        """Play episodes with the paper's target return of the environment, and with half of it."""
+        import gymnasium
+
+        from ..integrations.gymnasium import DecisionPolicy, evaluate
+
+        environment = config.data.partition("/")[2].partition("-")[0]
+        name, target = ENVIRONMENTS[environment]
+        train: Any = splits.train
+        scores = {}
+        for key, target_return in (("score", target), ("score_half_target", target / 2)):
+            envs = gymnasium.make_vec(name, num_envs=min(config.episodes, 10))
+            policy = DecisionPolicy(
+                model,
+                target_return,
+                state_mean=train.state_mean.numpy(),
+                state_std=train.state_std.numpy(),
+                window=config.model.window,  # type: ignore[union-attr]
+            )
+            played = evaluate(policy, envs, config.episodes, seed=config.seed + 100)
+            envs.close()
+            scores[key] = float(played.scores.mean())
+            scores[f"{key}_deviation"] = float(played.scores.std())
+        return scores
+
+
+# what is played, and the larger of the two returns that the paper asks for; the other is half of it
+ENVIRONMENTS = {
+    "hopper": ("Hopper-v5", 3600.0),
+    "halfcheetah": ("HalfCheetah-v5", 12000.0),
+    "walker2d": ("Walker2d-v5", 5000.0),
+}
+
+TASKS: dict[str, Task] = {
+    "tokens": Classification((FlowformerClassifier,), ("tokens", "mask"), "accuracy", True),
+    "pairs": Classification(
+        (FlowformerPairClassifier,), ("first", "second", "first_mask", "second_mask"), "accuracy", True
+    ),
+    "series": Classification((FlowformerTimeSeries,), ("series", "mask"), "accuracy", True),
+    "images": Classification((FlowformerVision, FlowformerDeiT), ("image",), "accuracy", True),
+    "language": Language((FlowformerLM,), ("tokens", "mask"), "perplexity", False),
+    "decision": Decision(
+        (FlowformerDecision,), ("returns_to_go", "states", "actions", "timesteps", "mask"), "score", True
+    ),
+}
+
+
+def get(name: str) -> Task:
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{nearest(name, TASKS)}; accepted: {', '.join(TASKS)}.")
+    return TASKS[name]
+
+
+class Objective(nn.Module):
+    """A model and its task as one module, so that all that is distributed or compiled goes through one forward."""
+
+    def __init__(self, model: FlowModel, task: Task, config: TrainConfig) -> None:
+        super().__init__()
+        self.model, self.task, self.config = model, task, config
+
+    def forward(self, batch: Batch) -> Tensor:
+        """In training the sum of the losses, else what the metrics need."""
+        if self.training:
+            return self.task.loss(self.model, batch, self.config)
+        return self.task.predict(self.model, batch)
+
+
+def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Mixup or cutmix over a batch, and its soft labels."""
+    from timm.data.mixup import Mixup
+
+    classes = config.model.num_classes  # type: ignore[union-attr]
+    mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
+    # it mixes each image with its mirror place in the batch, and does so in place
+    return mix(images.clone(), label)

@@ -1,0 +1,187 @@
+"""The command line, from a recipe to figures, on the data that aeon brings along."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from flowformer import viz
+from flowformer.cli import app
+from flowformer.train import demo, paper, recipes
+from flowformer.train.recipes import names
+
+TINY = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1", "steps=4", "eval_every=2"]
+
+
+def flowformer(*arguments, fails=False):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output if not fails else " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "vowels"
+    result = json.loads(flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, "--json"))
+    return folder, result
+
+
+class TestTrain:
+    def test_result(self, run):
+        folder, result = run
+        assert result["steps"] == 4
+        assert result["best_chosen_on"] == "test"
+        assert result["folder"] == str(folder)
+        assert json.loads((folder / "config.json").read_text())["model"]["embed_dim"] == 16
+
+    def test_without_a_terminal_prints_lines(self, tmp_path):
+        output = flowformer("train", "uea/JapaneseVowels", *TINY, "attention=linear", "--out", tmp_path / "run")
+        assert "linear, epoch 0.1176, update 2: test accuracy" in output
+        assert "best, chosen on test" in output
+        assert "99.2" in output, "the paper's number of linear attention"
+
+    def test_as_published(self, tmp_path):
+        flowformer("train", "uea/JapaneseVowels", *TINY, "--as-published", "--out", tmp_path / "run")
+        config = json.loads((tmp_path / "run/config.json").read_text())
+        assert config["recipe"] == "uea/JapaneseVowels@published"
+        assert not config["model"]["mask_padding"]
+
+    def test_a_run_that_is_there_is_resumed_or_refused(self, run):
+        folder, result = run
+        assert "--resume, or --out" in flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, fails=True)
+        again = json.loads(flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, "--json", "--resume"))
+        assert again["final"] == result["final"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["uea/JapanesVowels"], "did you mean 'uea/JapaneseVowels'"),
+            (["uea/JapaneseVowels", "stepps=3"], "did you mean 'steps'"),
+            (["uea/JapaneseVowels", "steps=3.5"], "steps must be a whole number, got '3.5'"),
+            (["uea/JapaneseVowels", "attention=softmx"], "did you mean 'softmax'"),
+            (["uea/Heartbeat"], "UEA Heartbeat is missing"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, tmp_path, arguments, message):
+        output = flowformer("train", *arguments, "--out", tmp_path / "run", "--data", tmp_path, fails=True)
+        assert message in output
+        assert "Traceback" not in output
+
+
+class TestAfterwards:
+    def test_eval_repeats_the_result(self, run):
+        folder, result = run
+        for model in ("final", "best"):
+            scores = json.loads(flowformer("eval", folder, "--model", model, "--json"))
+            assert scores["accuracy"] == pytest.approx(result[model]["accuracy"])
+            assert scores["loss"] == pytest.approx(result[model]["loss"], rel=1e-5)
+
+    def test_eval_of_what_is_not_there(self, run, tmp_path):
+        assert "has no config.json" in flowformer("eval", tmp_path, fails=True)
+        assert "did you mean 'best'" in flowformer("eval", run[0], "--model", "bets", fails=True)
+        assert "has no validation part" in flowformer("eval", run[0], "--split", "valid", fails=True)
+
+    def test_plot(self, run, tmp_path):
+        folder, _ = run
+        flowformer("plot", folder, "--out", tmp_path / "curves.png")
+        flowformer("plot", folder, "--maps", "--out", tmp_path / "maps.png")
+        for name in ("curves.png", "maps.png"):
+            assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+    def test_results(self, run, tmp_path):
+        folder, result = run
+        output = flowformer("results", folder.parent, "--out", tmp_path / "results")
+        (row,) = csv.DictReader((tmp_path / "results/results.csv").open())
+        assert (row["recipe"], row["attention"], row["paper"]) == ("uea/JapaneseVowels", "flow", "98.9")
+        assert float(row["final"]) == pytest.approx(100 * result["final"]["accuracy"], abs=0.01)
+        assert all(row[name] for name in ("checksum", "device", "commit", "command", "training_seconds"))
+        assert "| uea/JapaneseVowels | flow | 0 | accuracy |" in output
+        assert "no finished run" in flowformer("results", tmp_path / "results", fails=True)
+
+
+class TestLists:
+    def test_recipes(self):
+        assert json.loads(flowformer("recipes", "--json")) == names()
+        assert "lra/text" in flowformer("recipes")
+        shown = flowformer("recipes", "lra/text")
+        assert "model.attention" in shown
+        assert "released code cuts reviews at 1000 bytes" in shown
+
+    def test_data(self, tmp_path):
+        assert "uea/JapaneseVowels" in json.loads(flowformer("data", "list", "--json"))["names"]
+        facts = json.loads(flowformer("data", "check", "uea/JapaneseVowels", "--json"))
+        assert (facts["train"], facts["test"], facts["valid"], facts["num_classes"]) == (270, 370, None, 9)
+        assert "is missing" in flowformer("data", "check", "uea/PEMS-SF", "--data", tmp_path, fails=True)
+
+    def test_env(self):
+        facts = json.loads(flowformer("env", "--json"))
+        assert {"flowformer", "torch", "gpu", "attentions"} <= set(facts)
+        assert "softmax" in facts["attentions"]
+
+    @pytest.mark.parametrize("command", ["demo", "train", "eval", "plot", "recipes", "results", "env"])
+    def test_help(self, command):
+        assert command in flowformer("--help")
+        assert "Usage" in flowformer(command, "--help")
+
+
+def test_demo(tmp_path, monkeypatch):
+    """All but the length and the size of the real one."""
+    full = demo.config
+
+    def small(attention):
+        config = full(attention)
+        model = replace(config.model, embed_dim=16, num_heads=2, mlp_dim=32)
+        return replace(config, model=model, epochs=1)
+
+    monkeypatch.setattr(demo, "config", small)
+    output = flowformer("demo", "--out", tmp_path / "demo")
+    assert "final epoch" in output
+    assert "98.9 %" in output
+    for name in ("flow/final/model.safetensors", "flow/config.json", "softmax/result.json", "demo.json", demo.FIGURE):
+        assert (tmp_path / "demo" / name).is_file(), name
+
+
+def test_the_demo_is_the_recipe_but_shorter():
+    short, recipe = demo.config("flow"), recipes.get("uea/JapaneseVowels")
+    assert replace(short, epochs=recipe.epochs, schedule=recipe.schedule, eval_every=None) == recipe
+    assert replace(demo.config("softmax").model, attention="flow") == short.model
+
+
+class TestPaper:
+    def test_averages_are_those_of_the_paper(self):
+        """The rows were typed: their sums say whether they were typed right."""
+        tasks = [name for name in names() if name.startswith("lra/")]
+        averages = {
+            "flow": 56.48,
+            "softmax": 54.39,
+            "linear": 50.55,
+            "reformer": 50.67,
+            "bigbird": 55.01,
+            "cosformer": 55.23,
+        }
+        for attention, average in averages.items():
+            assert sum(paper.paper_score(task, attention) for task in tasks) / 5 == pytest.approx(average, abs=0.006)
+        sets = [name for name in names() if name.startswith("uea/")]
+        for attention, average in {"flow": 73.0, "softmax": 71.9, "linear": 72.4, "cosformer": 72.2}.items():
+            assert sum(paper.paper_score(each, attention) for each in sets) / 10 == pytest.approx(average, abs=0.06)
+        games = [name for name in names() if name.startswith("d4rl/")]
+        for attention, average in {"flow": 73.5, "softmax": 72.2, "linear": 64.4, "cosformer": 67.8}.items():
+            assert sum(paper.paper_score(each, attention) for each in games) / 9 == pytest.approx(average, abs=0.06)
+
+    def test_what_is_not_in_it(self):
+        assert paper.paper_score("cifar10", "flow") is None
+        assert paper.paper_score("lra/text", "rfa") is None
+
+
+def test_speed_curves(tmp_path):
+    rows = "kind,shape,contestant,both_ms\ncausal,B1H2N512d64,ours,2.0\ncausal,B1H2N1024d64,ours,4.0\n"
+    (tmp_path / "times.csv").write_text(rows)
+    panel = viz.speed_curves(tmp_path / "times.csv").axes[0]
+    assert [list(line.get_xdata()) for line in panel.lines] == [[512, 1024]]
+    (tmp_path / "empty.csv").write_text("kind,shape,contestant,both_ms\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        viz.speed_curves(tmp_path / "empty.csv")

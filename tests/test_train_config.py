@@ -1,0 +1,171 @@
+"""Configs, overrides, schedules and recipes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowformer import FlowVariant
+from flowformer.train import config as configs
+from flowformer.train import recipes, tasks
+from flowformer.train.config import Schedule, override
+
+TEXT = recipes.get("lra/text")
+
+
+class TestOverride:
+    def test_full_and_short_names(self):
+        config = override(TEXT, ["optimiser.lr=0.5", "clip=1", "attention=softmax", "seed=3"])
+        assert (config.optimiser.lr, config.optimiser.clip, config.model.attention, config.seed) == (
+            0.5,
+            1.0,
+            "softmax",
+            3,
+        )
+
+    def test_leaves_the_original_alone(self):
+        override(TEXT, ["steps=1", "data_options.max_length=7"])
+        assert TEXT.steps == 20_000
+        assert TEXT.data_options == {"max_length": 4000, "partial": False}
+
+    @pytest.mark.parametrize(
+        ("assignment", "path", "value"),
+        [
+            ("steps=none", "steps", None),
+            ("compile=true", "compile", True),
+            ("betas=0.8,0.9", "optimiser.betas", (0.8, 0.9)),
+            ("precision=bf16", "precision", "bf16"),
+            ("variant=core", "model.variant", FlowVariant.named("core")),
+            ("variant.clamp=2", "model.variant.clamp", 2.0),
+            ("data_options.max_length=10", "data_options.max_length", 10),
+        ],
+    )
+    def test_values_have_the_type_of_the_field(self, assignment, path, value):
+        config = override(replace(TEXT, epochs=1), [assignment.replace("variant.clamp", "model.variant.clamp")])
+        assert configs.keys(config)[path] == value
+
+    @pytest.mark.parametrize(
+        ("assignment", "message"),
+        [
+            ("stesp=10", "did you mean 'steps'"),
+            ("optimiser.leraning=1", "lra/text has no key 'optimiser.leraning'"),
+            ("atention=flow", "did you mean 'attention'"),
+            ("steps", "accepted: key=value"),
+            ("steps=ten", "steps must be a whole number, got 'ten'"),
+            ("compile=yes", "compile must be true or false"),
+            ("precision=bf61", "did you mean 'bf16'"),
+            ("schedule.name=cosin", "did you mean 'cosine'"),
+            ("variant=cor", "did you mean 'core'"),
+            ("name=x", "may be any of optimiser.name, schedule.name"),
+            ("optimiser=adamw", "has parts; set one of optimiser.name"),
+            ("steps=0", "steps must be at least 1"),
+            ("model.num_heads=3", "not a positive multiple of num_heads"),
+        ],
+    )
+    def test_a_wrong_one_says_what_is_right(self, assignment, message):
+        with pytest.raises(ValueError, match=message):
+            override(TEXT, [assignment])
+
+    def test_a_run_needs_an_end(self):
+        with pytest.raises(ValueError, match="pass steps or epochs"):
+            override(TEXT, ["steps=none"])
+
+
+class TestSchedule:
+    def test_rsqrt(self):
+        schedule = Schedule("rsqrt", warmup=1000)
+        assert schedule.rate(0.005, 1000, 5000) == pytest.approx(1.58e-4, rel=1e-2), "the published peak"
+        assert schedule.rate(0.005, 500, 5000) == pytest.approx(schedule.rate(0.005, 1000, 5000) / 2)
+        assert schedule.rate(0.005, 4000, 5000) == pytest.approx(schedule.rate(0.005, 1000, 5000) / 2)
+
+    def test_cosine(self):
+        schedule = Schedule("cosine", warmup=10, start=0.1, floor=0.2)
+        assert schedule.rate(1.0, 0, 100) == 0.1
+        assert schedule.rate(1.0, 10, 100) == 1.0
+        assert schedule.rate(1.0, 60, 100) == pytest.approx(0.6)
+        assert schedule.rate(1.0, 99, 100) > 0.2
+
+    def test_inverse_sqrt(self):
+        schedule = Schedule("inverse_sqrt", warmup=6000, start=1e-7)
+        assert schedule.rate(1e-3, 0, 150_000) == 1e-7
+        assert schedule.rate(1e-3, 6000, 150_000) == 1e-3
+        assert schedule.rate(1e-3, 24_000, 150_000) == pytest.approx(5e-4)
+
+    @pytest.mark.parametrize("name", ["constant", "rsqrt", "cosine", "inverse_sqrt"])
+    def test_is_continuous_and_positive_after_the_start(self, name):
+        rates = [Schedule(name, warmup=50).rate(1.0, step, 1000) for step in range(1000)]
+        assert all(rate > 0 for rate in rates[1:])
+        assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.021
+        assert all(math.isfinite(rate) for rate in rates)
+
+    @pytest.mark.parametrize("name", ["rsqrt", "inverse_sqrt"])
+    def test_needs_a_warmup_to_be_finite(self, name):
+        with pytest.raises(ValueError, match="pass at least 1"):
+            Schedule(name)
+
+
+PARAMETERS = {
+    "lra/listops": 2.65e6,
+    "lra/text": 1.12e6,
+    "lra/retrieval": 1.09e6,
+    "acl": 1.09e6,
+    "lra/image": 248_458,
+    "lra/pathfinder": 396_034,
+    "wikitext103": 156.0e6,
+    "imagenet/hierarchical": 43_311_304,
+    "imagenet/deit-s": 22e6,
+    "d4rl/hopper-medium": 2.64e6,
+}
+
+
+class TestRecipes:
+    def test_one_for_each_cell_of_the_paper(self):
+        names = recipes.names()
+        assert sum(name.startswith("lra/") for name in names) == 5
+        assert sum(name.startswith("uea/") for name in names) == 10
+        assert sum(name.startswith("d4rl/") for name in names) == 9
+        assert {"wikitext103", "imagenet/hierarchical", "imagenet/deit-s", "enwik8", "ptb", "cifar10", "acl"} <= set(
+            names
+        )
+
+    @pytest.mark.parametrize("name", recipes.names())
+    @pytest.mark.parametrize("suffix", ["", recipes.PUBLISHED])
+    def test_is_complete_and_survives_json(self, name, suffix):
+        config = recipes.get(name + suffix)
+        assert config.recipe == name + suffix
+        assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
+        assert recipes.describe(name)
+
+    @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+    def test_has_the_published_number_of_parameters(self, name, count):
+        config = recipes.get(name)
+        with torch.device("meta"):
+            model = tasks.get(config.task).build(config)
+        exact = isinstance(count, int)
+        assert model.num_parameters() == pytest.approx(count, rel=0 if exact else 5e-3)
+
+    @pytest.mark.parametrize("name", ["lra/listops", "lra/text", "lra/retrieval", "uea/Heartbeat"])
+    def test_published_lets_padding_take_part(self, name):
+        assert recipes.get(name).model.mask_padding
+        published = recipes.get(f"{name}@published")
+        assert not published.model.mask_padding
+        assert published.pad_full
+
+    def test_published_chooses_on_the_test_set(self):
+        assert (recipes.get("lra/listops").select_on, recipes.get("lra/listops@published").select_on) == (
+            "valid",
+            "test",
+        )
+
+    def test_unknown(self):
+        with pytest.raises(ValueError, match="did you mean 'uea/JapaneseVowels'"):
+            recipes.get("uea/JapanesVowels")
+
+    def test_every_config_has_a_folder_of_its_own(self):
+        changes = ([], ["seed=1"], ["lr=0.1"], ["attention=softmax"], ["model.variant.clamp=1"])
+        assert len({override(TEXT, change).name for change in changes}) == len(changes)

@@ -1,0 +1,423 @@
+"""The training loop: it learns, resumes bit for bit, survives a kill, and computes one thing however it is split."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowformer.data import DataInfo, Splits
+from flowformer.data.splits import Columns
+from flowformer.models import ClassifierConfig, DecisionConfig, LMConfig, TimeSeriesConfig, VisionConfig
+from flowformer.train import checkpoints, loop, record
+from flowformer.train.config import Optimiser, Schedule, TrainConfig
+from flowformer.train.loop import Interrupted, train
+from flowformer.train.order import Batches, SeededItems, steps_per_epoch
+
+
+def waves(cases, seed):
+    """Series of 8 to 12 steps; the class is the sign of their mean."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (cases,), generator=generator)
+    lengths = torch.randint(8, 13, (cases,), generator=generator).tolist()
+    series = [
+        torch.randn(length, 2, generator=generator) + 2.0 * label - 1
+        for length, label in zip(lengths, labels.tolist(), strict=True)
+    ]
+    return Columns(series=series, label=labels)
+
+
+SERIES = Splits(
+    waves(48, 0), waves(24, 1), waves(24, 2), DataInfo("waves", "0", num_classes=2, num_features=2, max_length=12)
+)
+CONFIG = TrainConfig(
+    recipe="waves",
+    task="series",
+    data="waves",
+    model=TimeSeriesConfig(2, 2, 12, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32),
+    optimiser=Optimiser("radam", lr=2e-2, clip=4.0),
+    schedule=Schedule("cosine", warmup=2),
+    steps=24,
+    batch_size=8,
+    eval_every=6,
+    log_every=1,
+    checkpoint_every=5,
+)
+
+
+def losses(folder):
+    return [each["loss"] for each in record.read_log(folder) if each["kind"] == "train"]
+
+
+def evaluations(folder):
+    return [each for each in record.read_log(folder) if each["kind"] == "eval"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, train(CONFIG, folder, splits=SERIES)
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(step):
+    def report(event):
+        if event["kind"] == "step" and event["step"] == step:
+            raise StopError
+
+    return report
+
+
+class TestRun:
+    def test_learns(self, finished):
+        folder, result = finished
+        sequence = losses(folder)
+        assert len(sequence) == 24
+        assert sum(sequence[-4:]) < 0.5 * sum(sequence[:4])
+        assert result["final"]["accuracy"] > 0.9
+
+    def test_reports_final_and_best_of_the_test_set(self, finished):
+        folder, result = finished
+        assert result["best_chosen_on"] == "valid"
+        assert result["final"]["step"] == 24
+        by_valid = max((each for each in evaluations(folder) if each["split"] == "valid"), key=lambda e: e["accuracy"])
+        assert result["best"]["step"] == by_valid["step"], "the first of the best on the validation set"
+        tested = {each["model"]: each for each in evaluations(folder) if each["split"] == "test"}
+        for which in ("final", "best"):
+            assert result[which]["accuracy"] == tested[which]["accuracy"]
+
+    def test_writes_what_a_result_needs(self, finished):
+        folder, result = finished
+        for name in (
+            "config.json",
+            "provenance.json",
+            "log.jsonl",
+            "result.json",
+            "final/model.safetensors",
+            "best/config.json",
+        ):
+            assert (folder / name).is_file(), name
+        assert json.loads((folder / "result.json").read_text()) == result
+        facts = json.loads((folder / "provenance.json").read_text())
+        assert {"checksum", "differs", "device", "commit", "command", "torch"} <= set(facts)
+        assert list((folder / "tensorboard").iterdir())
+        assert {"steps_per_second", "tokens_per_second", "peak_memory_mib", "lr"} <= set(record.read_log(folder)[0])
+
+    def test_does_not_touch_a_run_that_is_there(self, finished):
+        folder, _ = finished
+        with pytest.raises(FileExistsError, match="has a run already"):
+            train(CONFIG, folder, splits=SERIES)
+
+    def test_resuming_a_finished_run_changes_nothing(self, finished):
+        folder, result = finished
+        again = train(CONFIG, folder, splits=SERIES, resume=True)
+        assert again["final"] == result["final"]
+        assert again["best"] == result["best"]
+
+    def test_same_seed_same_run_other_seed_other_run(self, tmp_path):
+        short = replace(CONFIG, steps=3, schedule=Schedule("constant", warmup=2))
+        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+            train(replace(short, seed=seed), tmp_path / name, splits=SERIES)
+        assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+    def test_evaluating_more_often_changes_no_update(self, finished, tmp_path):
+        folder, _ = finished
+        train(replace(CONFIG, eval_every=1, checkpoint_every=3), tmp_path / "often", splits=SERIES)
+        assert losses(tmp_path / "often") == losses(folder)
+
+    def test_without_a_validation_set_the_test_set_must_be_asked_for(self, tmp_path):
+        splits = SERIES._replace(valid=None)
+        with pytest.raises(ValueError, match=r"no validation part\. Pass select_on=test"):
+            train(CONFIG, tmp_path / "run", splits=splits)
+        result = train(replace(CONFIG, steps=4, eval_every=2, select_on="test"), tmp_path / "run", splits=splits)
+        assert result["best_chosen_on"] == "test"
+        scores = [each["accuracy"] for each in evaluations(tmp_path / "run")]
+        assert result["best"]["accuracy"] == max(scores)
+        assert result["final"]["accuracy"] == scores[-1]
+
+
+class TestResume:
+    @pytest.mark.parametrize("step", [3, 5, 12])
+    def test_equals_the_uninterrupted_run(self, finished, tmp_path, step):
+        """Stopped without notice: before the first checkpoint, at one, and between two."""
+        folder = tmp_path / "run"
+        with pytest.raises(StopError):
+            train(CONFIG, folder, splits=SERIES, report=stop_after(step))
+        result = train(CONFIG, folder, splits=SERIES, resume=True)
+        assert losses(folder) == losses(finished[0])
+        assert (result["final"], result["best"]) == (finished[1]["final"], finished[1]["best"])
+        assert (folder / "final/model.safetensors").read_bytes() == (
+            finished[0] / "final/model.safetensors"
+        ).read_bytes()
+
+    def test_with_sums_over_several_updates(self, tmp_path):
+        """A checkpoint between two lines of the log."""
+        config = replace(CONFIG, log_every=4, steps=8, checkpoint_every=3)
+        train(config, tmp_path / "whole", splits=SERIES)
+        with pytest.raises(StopError):
+            train(config, tmp_path / "run", splits=SERIES, report=stop_after(6))
+        train(config, tmp_path / "run", splits=SERIES, resume=True)
+        assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+    def test_ctrl_c_leaves_a_checkpoint(self, finished, tmp_path):
+        def interrupt(event):
+            if event["kind"] == "step" and event["step"] == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(Interrupted, match="stopped at update 7 of 24"):
+            train(CONFIG, tmp_path / "run", splits=SERIES, report=interrupt)
+        assert checkpoints.latest(tmp_path / "run/checkpoints").name == "step-00000007"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
+        assert losses(tmp_path / "run") == losses(finished[0])
+
+    def test_with_another_config_is_refused(self, tmp_path):
+        with pytest.raises(StopError):
+            train(CONFIG, tmp_path / "run", splits=SERIES, report=stop_after(6))
+        with pytest.raises(ValueError, match="optimiser differ"):
+            train(replace(CONFIG, optimiser=Optimiser(lr=1.0)), tmp_path / "run", splits=SERIES, resume=True)
+
+    def test_a_half_written_checkpoint_is_not_looked_at(self, finished, tmp_path):
+        folder = tmp_path / "run"
+        with pytest.raises(StopError):
+            train(CONFIG, folder, splits=SERIES, report=stop_after(6))
+        (folder / "checkpoints/.step-00000006.part").mkdir()
+        (folder / "checkpoints/.step-00000006.part/model.safetensors").write_bytes(b"half")
+        (folder / "checkpoints/step-00000007").mkdir()
+        assert checkpoints.latest(folder / "checkpoints").name == "step-00000005"
+        with (folder / "log.jsonl").open("a") as log:
+            log.write('{"kind": "train", "step": 6, "lo')
+        train(CONFIG, folder, splits=SERIES, resume=True)
+        assert losses(folder) == losses(finished[0])
+
+    def test_lost_random_numbers_are_noticed(self, tmp_path, monkeypatch):
+        with pytest.raises(StopError):
+            train(CONFIG, tmp_path / "run", splits=SERIES, report=stop_after(6))
+        monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+        with pytest.raises(RuntimeError, match=r"random numbers .* could not be restored"):
+            train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
+
+    def test_keeps_the_newest_checkpoints_only(self, finished):
+        names = sorted(path.name for path in (finished[0] / "checkpoints").iterdir())
+        assert names == ["step-00000020", "step-00000024"]
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from dataclasses import replace
+from test_train_loop import CONFIG, SERIES
+from flowformer.train.loop import train
+train(replace(CONFIG, {changes}), sys.argv[1], splits=SERIES, resume=True)
+"""
+
+
+def program(tmp_path, changes):
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM.format(tests=os.path.dirname(__file__), changes=changes)))
+    return [sys.executable, str(path)]
+
+
+def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path):
+    changes = "steps=150, checkpoint_every=10, eval_every=50"
+    command, folder = program(tmp_path, changes), tmp_path / "killed"
+    process = subprocess.Popen([*command, str(folder)])
+    log = folder / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().count("\n") > 20):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert 20 <= len(losses(folder)) < 150
+    config = replace(CONFIG, steps=150, checkpoint_every=10, eval_every=50)
+    train(config, folder, splits=SERIES, resume=True)
+    train(replace(config, checkpoint_every=1000), tmp_path / "whole", splits=SERIES)
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+class TestSplitting:
+    """An update is the same however it is computed."""
+
+    CONFIG = replace(CONFIG, steps=6, drop_last=True, model=replace(CONFIG.model, dropout=0.0))
+
+    def test_accumulated_parts(self, tmp_path):
+        for parts in (1, 2, 4):
+            train(replace(self.CONFIG, accumulate=parts), tmp_path / str(parts), splits=SERIES)
+        assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+        assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+
+    def test_two_processes(self, tmp_path):
+        """With uneven shares of the evaluation, too: 24 examples in batches of 5."""
+        changes = "steps=6, eval_batch_size=5, model=replace(CONFIG.model, dropout=0.0)"
+        command = program(tmp_path, changes)
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command[1:]]
+        subprocess.run([*launch, str(tmp_path / "two")], check=True, env=environment, timeout=120, capture_output=True)
+        train(replace(self.CONFIG, eval_batch_size=5), tmp_path / "one", splits=SERIES)
+        assert json.loads((tmp_path / "two/provenance.json").read_text())["processes"] == 2
+        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+        for two, one in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
+            assert two["accuracy"] == one["accuracy"]
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+    def test_a_batch_that_cannot_be_shared(self, tmp_path):
+        with pytest.raises(ValueError, match="pass a multiple of 3"):
+            train(replace(self.CONFIG, accumulate=3), tmp_path / "run", splits=SERIES)
+
+    def test_workers_change_nothing(self, tmp_path):
+        for workers in (0, 2):
+            train(replace(CONFIG, steps=3, eval_every=3, workers=workers), tmp_path / str(workers), splits=SERIES)
+        assert losses(tmp_path / "0") == losses(tmp_path / "2")
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Random augmentation, from all three sources of random numbers."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        import random
+
+        import numpy as np
+
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+class TestOrder:
+    def batches(self, start=0, stop=12, process=0, processes=1, **changes):
+        config = replace(CONFIG, **changes)
+        return list(Batches(20, config, start, stop, process, processes))
+
+    def test_an_epoch_sees_every_example_once(self):
+        for first in (0, 3):
+            seen = [i for _, part in self.batches(first, first + 3, drop_last=False) for i in part]
+            assert sorted(seen) == list(range(20))
+        assert steps_per_epoch(20, replace(CONFIG, drop_last=True)) == 2
+        assert steps_per_epoch(3, replace(CONFIG, drop_last=True)) == 1
+
+    def test_epochs_differ(self):
+        assert self.batches(0, 2) != self.batches(2, 4)
+
+    def test_a_later_start_continues(self):
+        assert self.batches(0, 12)[5:] == self.batches(5, 12)
+
+    def test_processes_and_parts_share_each_batch(self):
+        whole = self.batches(0, 4)
+        halves = [self.batches(0, 4, process=p, processes=2, accumulate=2) for p in (0, 1)]
+        for step, (_, batch) in enumerate(whole):
+            parts = [half[2 * step + i] for half in halves for i in range(2)]
+            assert sorted(i for _, part in parts for i in part) == sorted(batch)
+            assert len({number for number, _ in parts}) == 4, "each part has random numbers of its own"
+
+    def test_augmentation_depends_on_the_place_alone(self):
+        items = SeededItems(Noisy(), 0)
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        first = torch.stack(items.__getitems__((3, [1, 2])))
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(5)
+        assert torch.equal(torch.stack(items.__getitems__((3, [1, 2]))), first)
+        assert not torch.isclose(torch.stack(items.__getitems__((4, [1, 2]))), first).any()
+        assert not torch.isclose(torch.stack(SeededItems(Noisy(), 1).__getitems__((3, [1, 2]))), first).any()
+
+
+def random_cases(task):
+    """A tiny dataset of the form of a task, a model for it, and what the data says of itself."""
+    g = torch.Generator().manual_seed(0)
+    label = torch.randint(2, (8,), generator=g)
+    tokens = [torch.randint(1, 11, (n,), generator=g) for n in (9, 12, 7, 12, 5, 12, 12, 8)]
+    small = {"embed_dim": 16, "num_layers": 1, "num_heads": 2}
+    if task == "tokens":
+        model = ClassifierConfig(11, 2, 12, mlp_dim=16, **small)
+        return Columns(tokens=tokens, label=label), model, {"num_classes": 2, "vocab_size": 11, "padding_id": 0}
+    if task == "pairs":
+        model = ClassifierConfig(11, 2, 12, mlp_dim=16, pooling="first", **small)
+        columns = Columns(first=tokens, second=tokens[::-1], label=label)
+        return columns, model, {"num_classes": 2, "vocab_size": 11, "padding_id": 0}
+    if task == "images":
+        model = VisionConfig(16, 2, 3, 2, channels=(8, 16), depths=(1, 1), num_heads=2)
+        return Columns(image=torch.randn(8, 3, 16, 16, generator=g), label=label), model, {"num_classes": 2}
+    if task == "language":
+        model = LMConfig(11, mlp_dim=32, **small)
+        return Columns(tokens=tokens), model, {"vocab_size": 11}
+    model = DecisionConfig(3, 2, mlp_dim=32, window=12, **small)
+    columns = Columns(
+        returns_to_go=torch.randn(8, 12, 1, generator=g),
+        states=torch.randn(8, 12, 3, generator=g),
+        actions=torch.rand(8, 12, 2, generator=g) - 0.5,
+        timesteps=torch.arange(12).expand(8, -1),
+        mask=torch.arange(12) < torch.randint(1, 13, (8, 1), generator=g),
+    )
+    return columns, model, {"num_features": 3, "num_actions": 2}
+
+
+@pytest.mark.parametrize("attention", ["flow", "softmax"])
+@pytest.mark.parametrize("task", ["tokens", "pairs", "images", "language", "decision"])
+def test_every_task_overfits_a_batch(tmp_path, monkeypatch, task, attention):
+    cases, model, sizes = random_cases(task)
+    info = DataInfo("tiny", "0", max_length=12, **sizes)
+    if task == "decision":
+        # what is played is an environment of its own; here only that its score is recorded
+        monkeypatch.setattr(loop.tasks.Decision, "evaluate", lambda self, model, splits, config: {"score": 1.0})
+    config = replace(
+        CONFIG,
+        task=task,
+        model=replace(model, attention=attention, **({"dropout": 0.0} if task != "images" else {"drop_path": 0.0})),
+        optimiser=Optimiser(lr=1e-2, weight_decay=0.01, decay="matrices"),
+        schedule=Schedule(),
+        steps=30,
+        eval_every=30,
+        select_on="test",
+    )
+    result = train(config, tmp_path / "run", splits=Splits(cases, None, cases, info))
+    sequence = losses(tmp_path / "run")
+    assert sequence[-1] < 0.8 * sequence[0]
+    assert result["final"][result["metric"]] > 0
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "tf32"}, {"pad_full": True}])
+def test_other_ways_to_compute_learn_too(tmp_path, changes):
+    train(replace(CONFIG, steps=12, eval_every=12, **changes), tmp_path / "run", splits=SERIES)
+    sequence = losses(tmp_path / "run")
+    assert sum(sequence[-3:]) < sum(sequence[:3])
+
+
+def test_mixed_images_have_soft_labels(tmp_path):
+    cases, model, sizes = random_cases("images")
+    info = DataInfo("tiny", "0", **sizes)
+    config = replace(
+        CONFIG, task="images", model=model, mixup=0.8, cutmix=1.0, label_smoothing=0.1, steps=3, select_on="test"
+    )
+    train(config, tmp_path / "run", splits=Splits(cases, None, cases, info))
+    before = cases.columns["image"].clone()
+    assert torch.equal(cases.columns["image"], before)
+    assert all(loss < 2 for loss in losses(tmp_path / "run"))
+
+
+def test_language_scores_each_token_once():
+    """Cases with context: only what is new counts, and padding does not."""
+    task = loop.tasks.get("language")
+    batch = {
+        "tokens": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]),
+        "mask": torch.tensor([[True] * 4, [True, True, True, False]]),
+        "context": torch.tensor([2, 0]),
+    }
+    assert task._targets(batch).tolist() == [[-100, -100, 4], [6, 7, -100]]
+    assert task.count(batch) == 3
