@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import ClassVar, TypeVar
 
 import torch
@@ -50,7 +51,8 @@ class Mechanism(nn.Module):
         if query.shape[2] == 0 or key.shape[2] == 0:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
         # sums over many tokens must not be rounded to what autocast would choose
-        with torch.autocast(query.device.type, enabled=False):
+        device = query.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             result = self.attend(query, key, value, is_causal, query_mask, key_mask)
         return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
 

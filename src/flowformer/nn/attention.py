@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import baselines
 from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
 from ..ops.interface import both
 
@@ -186,6 +185,8 @@ class RivalAttention(ProjectedAttention):
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, name: str, max_length: int | None = None, **options) -> None:
+        from .. import baselines  # here, since most programs need none of them
+
         super().__init__(embed_dim, num_heads, **options)
         self.mechanism = baselines.build(name, num_heads=num_heads, head_dim=self.head_dim, max_length=max_length)
         weight = self.q_proj.weight

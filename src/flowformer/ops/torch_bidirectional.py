@@ -33,10 +33,10 @@ class Scratch:
     the system hands it out page by page."""
 
     def __init__(self, size: int, like: Tensor) -> None:
-        self.buffers = like.new_empty(6, size, dtype=sum_dtype(like))
+        self.buffers = [like.new_empty(size, dtype=sum_dtype(like)) for _ in range(6)]
 
     def __call__(self, index: int, *shape: int) -> Tensor | None:
-        return self.buffers[index, : math.prod(shape)].view(shape)
+        return self.buffers[index][: math.prod(shape)].view(shape)
 
 
 def no_scratch(index: int, *shape: int) -> Tensor | None:

@@ -1,0 +1,359 @@
+"""Classification and regression of time series as aeon estimators, on `flowformer.models.FlowformerTimeSeries`.
+
+Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ..models import FlowformerTimeSeries, TimeSeriesConfig
+
+try:
+    from aeon.classification import BaseClassifier  # type: ignore[import-untyped]
+    from aeon.regression import BaseRegressor  # type: ignore[import-untyped]
+    from aeon.utils.validation import check_n_jobs  # type: ignore[import-untyped]
+    from sklearn.utils import check_random_state  # type: ignore[import-untyped]
+    from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
+except Exception as error:  # a broken installation raises more than ImportError
+    raise ImportError("flowformer.integrations.aeon needs aeon: pip install 'flowformer[ts]'.") from error
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Series = list[Tensor]  # each (N, C)
+
+
+class _FlowformerEstimator:
+    """What both estimators share: parameters, standardisation, training, prediction."""
+
+    _tags: ClassVar[dict[str, Any]] = {
+        "X_inner_type": ["np-list", "numpy3D"],
+        "capability:multivariate": True,
+        "capability:unequal_length": True,
+        "capability:multithreading": True,
+        "algorithm_type": "deeplearning",
+        "python_dependencies": "torch",
+    }
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int = 64,
+        num_layers: int = 2,
+        num_heads: int = 8,
+        mlp_dim: int | None = None,
+        dropout: float = 0.1,
+        attention: str = "flow",
+        n_epochs: int = 50,
+        batch_size: int = 16,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 1e-2,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        patience: int = 20,
+        device: str = "auto",
+        n_jobs: int | None = 1,
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.embed_dim = embed_dim
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.mlp_dim = mlp_dim
+        self.dropout = dropout
+        self.attention = attention
+        self.n_epochs = n_epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.device = device
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+        self.verbose = verbose
+        super().__init__()
+
+    def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
+        """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
+        self._check()
+        cases = [np.asarray(x, dtype=float) for x in X]
+        self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
+        series = self._standardise(cases)
+        random = check_random_state(self.random_state)
+        held_out = self._hold_out(strata, random)
+        device = self._device()
+        config = TimeSeriesConfig(
+            num_features=len(self.channel_mean_),
+            num_classes=num_outputs,
+            max_length=max(map(len, series)),
+            embed_dim=self.embed_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            mlp_dim=4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim,
+            dropout=self.dropout,
+            # these two take series longer than any seen in training
+            head="mean",
+            positions="sinusoidal",
+            attention=self.attention,
+        )
+        self._n_jobs = check_n_jobs(self.n_jobs)
+        with _threads(self._n_jobs), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(random.randint(np.iinfo(np.int32).max))
+            model = FlowformerTimeSeries(config).to(device)
+            self._optimise(model, series, target.to(device), loss, held_out)
+        # it rests on the CPU, so that a pickle loads on any machine
+        self.model_ = model.cpu().eval()
+
+    def _optimise(
+        self, model: FlowformerTimeSeries, series: Series, target: Tensor, loss: Loss, held_out: Tensor
+    ) -> None:
+        """Run the epochs; with early stopping, leave the model as it was when the held-out loss was lowest."""
+        train, validation = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+        optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
+        steps = self.n_epochs * -(-len(train) // self.batch_size)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, total_steps=steps)
+        self.loss_curve_: list[float] = []
+        self.validation_loss_curve_: list[float] = []
+        best: dict[str, Any] = {}
+        for _ in _epochs(self.n_epochs, self.verbose):
+            model.train()
+            total = 0.0
+            for rows in train[torch.randperm(len(train))].split(self.batch_size):
+                value = loss(model(*_pad([series[i] for i in rows], target.device)), target[rows])
+                optimizer.zero_grad()
+                value.backward()
+                # as the authors do for these data
+                nn.utils.clip_grad_norm_(model.parameters(), 4.0)
+                optimizer.step()
+                schedule.step()
+                total += value.item() * len(rows)
+            self.loss_curve_.append(total / len(train))
+            if not np.isfinite(total):
+                raise ValueError(
+                    f"the loss became {total} in epoch {len(self.loss_curve_)}. Look for infinite values in X or "
+                    f"lower learning_rate, now {self.learning_rate:g}."
+                )
+            if self.early_stopping:
+                outputs = self._outputs(model, [series[i] for i in validation])
+                self.validation_loss_curve_.append(loss(outputs, target[validation]).item())
+                since_best = len(self.validation_loss_curve_) - 1 - int(np.argmin(self.validation_loss_curve_))
+                if since_best == 0:
+                    best = deepcopy(model.state_dict())
+                elif since_best == self.patience:
+                    break
+        if self.early_stopping:
+            model.load_state_dict(best)
+
+    def _hold_out(self, strata: np.ndarray, random: np.random.RandomState) -> Tensor:
+        """(B,) bool, True = held out for early stopping: a share of each stratum, but never its first case."""
+        count = len(strata)
+        held_out = torch.zeros(count, dtype=torch.bool)
+        if self.early_stopping:
+            order = random.permutation(count)
+            order = order[np.argsort(strata[order], kind="stable")]
+            chosen = np.diff(np.floor(self.validation_fraction * np.arange(count + 1))) > 0
+            not_first = np.diff(strata[order], prepend=np.nan) == 0
+            held_out[order[chosen & not_first]] = True
+            if not held_out.any():
+                raise ValueError(
+                    f"early stopping would hold out none of the {count} cases. Raise validation_fraction, now "
+                    f"{self.validation_fraction:g}, or set early_stopping=False."
+                )
+        return held_out
+
+    def _predict_outputs(self, X: Iterable[np.ndarray]) -> Tensor:
+        """What the model says of each case, (B, num_outputs) in float64."""
+        model = deepcopy(self.model_).to(self._device())
+        with _threads(self._n_jobs):
+            return self._outputs(model, self._standardise(X)).cpu().double()
+
+    @torch.no_grad()
+    def _outputs(self, model: FlowformerTimeSeries, series: Series) -> Tensor:
+        model.eval()
+        device = next(model.parameters()).device
+        starts = range(0, len(series), self.batch_size)
+        return torch.cat([model(*_pad(series[i : i + self.batch_size], device)) for i in starts])
+
+    def _standardise(self, X: Iterable[np.ndarray]) -> Series:
+        return [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
+
+    def _device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def _check(self) -> None:
+        for name in ("n_epochs", "batch_size", "patience"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
+
+    @classmethod
+    def _get_test_params(cls, parameter_set: str = "default") -> list[dict[str, Any]]:
+        """What aeon's checks build the estimator with."""
+        small = {"embed_dim": 8, "num_layers": 1, "num_heads": 2, "n_epochs": 2, "batch_size": 4}
+        return [small, {**small, "early_stopping": True, "validation_fraction": 0.3, "patience": 1}]
+
+
+class FlowformerClassifier(_FlowformerEstimator, BaseClassifier):
+    """Classifies time series with Flow-Attention, as an aeon and scikit-learn estimator.
+
+    Series may have any number of channels and lengths that differ, also from those seen in training. Channels are
+    standardised by the training data.
+
+    Args:
+        embed_dim, num_layers, num_heads, dropout: of the encoder.
+        mlp_dim: inner width of its feed-forward networks; None is 4 · embed_dim.
+        attention: "flow", or the name of a rival as `flowformer.baselines.names` lists them.
+        n_epochs, batch_size: how often all cases are seen, and how many at once.
+        learning_rate: the highest of a cycle that warms up and anneals to zero (AdamW).
+        weight_decay: of AdamW.
+        class_weight: None, "balanced", or a dict from label to weight.
+        early_stopping: hold out `validation_fraction` of the training cases, stop when their loss has not fallen for
+            `patience` epochs, and keep the weights of the lowest. False trains on all cases for all epochs.
+        device: where to compute, such as "cuda:1"; "auto" is a GPU if there is one.
+        n_jobs: threads on the CPU, -1 for all cores. Small models are fastest on one.
+        random_state: seed of everything random. The same integer gives the same result.
+        verbose: show a progress bar, if rich is installed.
+
+    Attributes after `fit`: `model_` (on the CPU, in evaluation mode), `channel_mean_` and `channel_scale_` (C,),
+    `loss_curve_` and, with early stopping, `validation_loss_curve_`, one number an epoch; `classes_`, `n_classes_`.
+
+    >>> import numpy as np
+    >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
+    >>> classifier = FlowformerClassifier(embed_dim=16, n_epochs=1).fit(series, np.array(["a", "b", "a", "b"]))
+    >>> classifier.predict_proba(series).shape
+    (4, 2)
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int = 64,
+        num_layers: int = 2,
+        num_heads: int = 8,
+        mlp_dim: int | None = None,
+        dropout: float = 0.1,
+        attention: str = "flow",
+        n_epochs: int = 50,
+        batch_size: int = 16,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 1e-2,
+        class_weight: str | dict | None = None,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        patience: int = 20,
+        device: str = "auto",
+        n_jobs: int | None = 1,
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.class_weight = class_weight
+        super().__init__(
+            embed_dim=embed_dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            mlp_dim=mlp_dim,
+            dropout=dropout,
+            attention=attention,
+            n_epochs=n_epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            early_stopping=early_stopping,
+            validation_fraction=validation_fraction,
+            patience=patience,
+            device=device,
+            n_jobs=n_jobs,
+            random_state=random_state,
+            verbose=verbose,
+        )
+
+    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> FlowformerClassifier:
+        labels = np.searchsorted(self.classes_, y)
+        weight = torch.from_numpy(compute_class_weight(self.class_weight, classes=self.classes_, y=y)).float()
+
+        def loss(scores: Tensor, target: Tensor) -> Tensor:
+            # over the number of cases, not their weight: a batch of weight 0 has no mean
+            return F.cross_entropy(scores, target, weight.to(scores.device), reduction="sum") / len(target)
+
+        self._train(X, torch.from_numpy(labels), labels, self.n_classes_, loss)
+        return self
+
+    def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
+        return self.classes_[self._predict_outputs(X).argmax(1).numpy()]
+
+    def _predict_proba(self, X: Iterable[np.ndarray]) -> np.ndarray:
+        return self._predict_outputs(X).softmax(1).numpy()
+
+
+class FlowformerRegressor(_FlowformerEstimator, BaseRegressor):
+    """Predicts a number from a time series with Flow-Attention, as an aeon and scikit-learn estimator.
+
+    Series may have any number of channels and lengths that differ, also from those seen in training. Channels and
+    target are standardised by the training data; the loss is the mean squared error.
+
+    Args: as for `FlowformerClassifier`, without class_weight.
+
+    Attributes after `fit`: as for `FlowformerClassifier`, without the classes, and `target_mean_`, `target_scale_`.
+
+    >>> import numpy as np
+    >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
+    >>> regressor = FlowformerRegressor(embed_dim=16, n_epochs=1).fit(series, np.array([0.5, 1.0, 2.0, 4.0]))
+    >>> regressor.predict(series).shape
+    (4,)
+    """
+
+    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> FlowformerRegressor:
+        self.target_mean_, self.target_scale_ = _moments(y)
+        target = torch.from_numpy((y - self.target_mean_) / self.target_scale_).float()
+        self._train(X, target[:, None], np.zeros(len(y)), 1, F.mse_loss)
+        return self
+
+    def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
+        return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
+
+
+def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation over the first axis; 1 for the deviation of what does not vary."""
+    mean, scale = values.mean(0), values.std(0)
+    return mean, np.where(scale > 0, scale, 1.0)
+
+
+def _pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Series (N_i, C) as one batch (B, N, C), and which steps are theirs, (B, N), None if all are."""
+    lengths = torch.tensor([len(each) for each in series])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(series, batch_first=True).to(device), None if mask.all() else mask.to(device)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads on the CPU, then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _epochs(count: int, verbose: bool) -> Iterable[int]:
+    """range(count), with a progress bar if asked for and possible."""
+    if verbose:
+        with suppress(ImportError):
+            from rich.progress import track
+
+            return track(range(count), description="Epochs")
+    return range(count)
