@@ -33,7 +33,7 @@ class Scratch:
     the system hands it out page by page."""
 
     def __init__(self, size: int, like: Tensor) -> None:
-        self.buffers = [like.new_empty(size, dtype=sum_dtype(like)) for _ in range(6)]
+        self.buffers = [part for _ in range(2) for part in like.new_empty(3, size, dtype=sum_dtype(like))]
 
     def __call__(self, index: int, *shape: int) -> Tensor | None:
         return self.buffers[index][: math.prod(shape)].view(shape)
@@ -181,18 +181,19 @@ def _softmax_gradient(weighted: Tensor, share: Tensor, factor) -> Tensor:
 def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
     """(x + ε)·(total + ε) + ε', without ever storing x + ε."""
     total = total + variant.eps
-    return _dot(x, total) + (variant.eps * total.sum(-1, keepdim=True) + variant.flow_eps)
+    flow = _dot(x, total).add_(total.sum(-1, keepdim=True), alpha=variant.eps)
+    return flow.add_(variant.flow_eps) if variant.flow_eps else flow
 
 
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
     # a row times a matrix: torch runs the heads of a column times a matrix one after another, seven times slower
-    return (vector[..., None, :] @ x.mT).squeeze(-2)
+    return torch.bmm(vector[:, None], x.mT)[:, 0]
 
 
 def _weighted_sum(weight: Tensor, x: Tensor, eps: float = 0.0) -> Tensor:
     """Σ weight (x + ε), (G, D)."""
-    total = (weight[..., None, :] @ x).squeeze(-2)
-    return total + eps * weight.sum(-1, keepdim=True) if eps else total
+    total = torch.bmm(weight[:, None], x)[:, 0]
+    return total.add_(weight.sum(-1, keepdim=True), alpha=eps) if eps else total
 
 
 def _add_outer(x: Tensor, columns: list[Tensor], rows: list[Tensor]) -> None:
