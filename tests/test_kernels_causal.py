@@ -290,7 +290,9 @@ def test_packed_sequences_are_the_loop_over_them(monkeypatch):
 def test_packed_survives_any_bounds(monkeypatch):
     inputs = packed_inputs(40, heads=1)
     bounds = torch.tensor([-3, 90, 17, 2**40], device=DEVICE)
-    with_gradients(lambda q, k, v: kernels.packed(q, k, v, (bounds, bounds, 40, 40), 1.0, DEFAULT), inputs)
+    results = with_gradients(lambda q, k, v: kernels.packed(q, k, v, (bounds, bounds, 40, 40), 1.0, DEFAULT), inputs)
+    assert [x.shape for x in results] == [inputs[2].shape, *(x.shape for x in inputs)]
+    assert all(x.isfinite().all() for x in results)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e4])

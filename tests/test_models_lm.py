@@ -390,7 +390,7 @@ def test_saved_model_is_the_same(config, tmp_path):
         ({"positions": "rotary"}, "unknown positions 'rotary'; accepted: sinusoidal, learned"),
         ({"initialisation": "bert"}, "unknown initialisation 'bert'; accepted: fairseq, gpt"),
         ({"positions": "learned"}, "learned positions need max_length"),
-        ({"vocab_size": 0}, "vocab_size and num_layers must be positive, got 0 and 6"),
+        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
     ],
 )
 def test_config_errors(options, message):

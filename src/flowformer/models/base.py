@@ -84,6 +84,12 @@ class FlowModel(nn.Module):
             self.gradient_checkpointing = checkpointing
 
 
+def check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}.")
+
+
 def config_from(config_class: type, fields: dict[str, Any]) -> Any:
     """A config from plain values, as JSON holds them; an unknown name is an error that says the nearest right one."""
     known = {field.name: field for field in dataclasses.fields(config_class)}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import nearest
-from .base import FlowModel
+from ..ops.variant import check_choices
+from .base import FlowModel, check_positive
 
 _DEFAULT = FlowVariant()
 Pooling = Literal["cls", "first", "mean"]
@@ -62,15 +62,9 @@ class ClassifierConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_classes", "max_length", "embed_dim", "mlp_dim", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, accepted in (("positions", get_args(Positions)), ("pooling", get_args(Pooling))):
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(
-                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
-                )
+        sizes = ("vocab_size", "num_classes", "max_length", "embed_dim", "mlp_dim", "num_layers", "num_heads")
+        check_positive(self, *sizes)
+        check_choices(self, {"positions": get_args(Positions), "pooling": get_args(Pooling)})
         if self.inner_dim < 1 or self.inner_dim % self.num_heads:
             raise ValueError(
                 f"the inner width of the attention, {self.inner_dim}, is not a positive multiple of num_heads "

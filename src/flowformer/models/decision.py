@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, token_positions
 from ..ops import FlowState, FlowVariant
-from .base import FlowModel
+from .base import FlowModel, check_positive
 
 _DEFAULT = FlowVariant()
 
@@ -55,9 +55,7 @@ class DecisionConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("state_dim", "action_dim", "num_layers", "window", "max_timestep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+        check_positive(self, "state_dim", "action_dim", "num_layers", "window", "max_timestep")
 
 
 # the environments of D4RL's Gym tasks

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..ops import FlowState, FlowVariant
-from ..ops.variant import nearest
-from .base import FlowModel
+from ..ops.variant import check_choices
+from .base import FlowModel, check_positive
 
 _DEFAULT = FlowVariant()
 IGNORED = -100  # as a target: not scored
@@ -74,16 +74,8 @@ class LMConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        for name, accepted in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(
-                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
-                )
-        if self.vocab_size < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"vocab_size and num_layers must be positive, got {self.vocab_size} and {self.num_layers}."
-            )
+        check_choices(self, _CHOICES)
+        check_positive(self, "vocab_size", "num_layers")
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("learned positions need max_length, the longest sequence; sinusoidal ones do not.")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import nearest
-from .base import FlowModel
+from ..ops.variant import check_choices
+from .base import FlowModel, check_positive
 
 _DEFAULT = FlowVariant()
 Head = Literal["flatten", "mean"]
@@ -55,15 +55,9 @@ class TimeSeriesConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("num_features", "num_classes", "max_length", "embed_dim", "num_layers", "num_heads", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, accepted in (("head", get_args(Head)), ("positions", get_args(Positions))):
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(
-                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
-                )
+        sizes = ("num_features", "num_classes", "max_length", "embed_dim", "num_layers", "num_heads", "mlp_dim")
+        check_positive(self, *sizes)
+        check_choices(self, {"head": get_args(Head), "positions": get_args(Positions)})
 
 
 # the ten UEA sets of the paper: channels, classes, longest training series

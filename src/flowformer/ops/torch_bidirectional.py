@@ -33,7 +33,7 @@ class Scratch:
     the system hands it out page by page."""
 
     def __init__(self, size: int, like: Tensor) -> None:
-        self.buffers = [part for _ in range(2) for part in like.new_empty(3, size, dtype=sum_dtype(like))]
+        self.buffers = [part for _ in range(3) for part in like.new_empty(2, size, dtype=sum_dtype(like))]
 
     def __call__(self, index: int, *shape: int) -> Tensor | None:
         return self.buffers[index][: math.prod(shape)].view(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -46,12 +47,7 @@ class FlowVariant:
     rescale: bool = True
 
     def __post_init__(self) -> None:
-        for name, accepted in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(
-                    f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}."
-                )
+        check_choices(self, _CHOICES)
         if self.clamp is not None and not self.clamp > 0:
             raise ValueError(f"clamp must be positive, or None for no bound, got {self.clamp!r}.")
         if not self.eps > 0:
@@ -73,6 +69,14 @@ class FlowVariant:
     def as_args(self) -> tuple:
         """The fields in order, as the plain arguments of a registered operator."""
         return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def check_choices(config: object, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Each of these fields must hold one of its choices."""
+    for name, accepted in choices.items():
+        value = getattr(config, name)
+        if value not in accepted:
+            raise ValueError(f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
 
 
 def nearest(value: object, accepted) -> str:

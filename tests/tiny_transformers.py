@@ -1,0 +1,28 @@
+"""What the tests of transformers share: prompts of unequal length, weights that hide nothing, and comparisons."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
+LEFT = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Fresh models have zero biases and unit norms, which would hide mistakes, and say one word again and again."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm.weight" in name.lower()), std=1.0 if parameter.dim() > 1 else 0.2)
+    return model.double().eval()
+
+
+def assert_close(value, truth):
+    torch.testing.assert_close(value, truth, rtol=1e-9, atol=1e-9)
+
+
+def with_gradients(model: nn.Module, result: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(result, parameters, torch.randn_like(result), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
