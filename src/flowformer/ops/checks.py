@@ -16,21 +16,19 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def attention_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = _tensors(query, key, value, 4, "(batch, heads, length, head_dim)")
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError(f"query, key and value need the same batch size, got {shapes}.")
+        raise ValueError(f"query, key and value need the same batch size, got {_shapes(query, key, value)}.")
     if key.shape[2] != value.shape[2]:
-        raise ValueError(f"key and value need the same length, got {shapes}.")
-    _heads(query, key, value, enable_gqa, shapes)
+        raise ValueError(f"key and value need the same length, got {_shapes(query, key, value)}.")
+    _heads(query, key, value, enable_gqa)
     return query, key, value
 
 
 def packed_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = _tensors(query, key, value, 3, "(tokens, heads, head_dim), all sequences one after another")
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if key.shape[0] != value.shape[0]:
-        raise ValueError(f"key and value need the same number of tokens, got {shapes}.")
-    _heads(query, key, value, enable_gqa, shapes)
+        raise ValueError(f"key and value need the same number of tokens, got {_shapes(query, key, value)}.")
+    _heads(query, key, value, enable_gqa)
     return query, key, value
 
 
@@ -139,36 +137,46 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) 
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
         if x.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions, {layout}, got shape {tuple(x.shape)}.")
-    dtypes = {x.dtype for x in inputs.values()}
-    given = ", ".join(f"{name} {x.dtype}" for name, x in inputs.items())
-    if not dtypes <= set(DTYPES):
-        raise TypeError(f"attention takes float64, float32, bfloat16 or float16, got {given}.")
-    devices = {x.device for x in inputs.values()}
-    if len(devices) > 1:
-        given_devices = ", ".join(f"{name} on {x.device}" for name, x in inputs.items())
-        raise ValueError(f"query, key and value must be on one device, got {given_devices}.")
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    if not dtypes.issubset(DTYPES):
+        raise TypeError(f"attention takes float64, float32, bfloat16 or float16, got {_dtypes(inputs)}.")
+    if not query.device == key.device == value.device:
+        given = ", ".join(f"{name} on {x.device}" for name, x in inputs.items())
+        raise ValueError(f"query, key and value must be on one device, got {given}.")
     if len(dtypes) > 1:
         # autocast leaves norms in float32 and rounds projections: what then meets here is rounded, as SDPA's inputs are
         device = query.device.type
         if not torch.is_autocast_enabled(device):
-            raise TypeError(f"query, key and value need one dtype, got {given}.")
+            raise TypeError(f"query, key and value need one dtype, got {_dtypes(inputs)}.")
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return query, key, value
 
 
-def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, shapes: str) -> None:
-    heads, key_heads = query.shape[-3 if query.dim() == 4 else -2], key.shape[-3 if key.dim() == 4 else -2]
-    if key_heads != value.shape[-3 if value.dim() == 4 else -2]:
-        raise ValueError(f"key and value need the same number of heads, got {shapes}.")
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    # the second axis, packed or not
+    heads, key_heads = query.shape[1], key.shape[1]
+    if key_heads != value.shape[1]:
+        raise ValueError(f"key and value need the same number of heads, got {_shapes(query, key, value)}.")
     if heads != key_heads and not enable_gqa:
         raise ValueError(
-            f"query and key need the same number of heads, got {shapes}. "
+            f"query and key need the same number of heads, got {_shapes(query, key, value)}. "
             "For key heads shared by several query heads pass enable_gqa=True."
         )
     if heads != key_heads and (key_heads == 0 or heads % key_heads):
-        raise ValueError(f"with enable_gqa the key heads must divide the query heads, got {shapes}.")
+        raise ValueError(
+            f"with enable_gqa the key heads must divide the query heads, got {_shapes(query, key, value)}."
+        )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key need the same head dimension, got {shapes}.")
+        raise ValueError(f"query and key need the same head dimension, got {_shapes(query, key, value)}.")
     if query.shape[-1] == 0:
-        raise ValueError(f"the head dimension must be at least 1, got {shapes}.")
+        raise ValueError(f"the head dimension must be at least 1, got {_shapes(query, key, value)}.")
+
+
+# only for a message: a call on a GPU waits for every microsecond before it
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
+def _dtypes(inputs: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {x.dtype}" for name, x in inputs.items())

@@ -27,8 +27,11 @@ def register(schema: str, implementation, fake) -> None:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args):
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return implementation(*args)
         # the sums must not be rounded to what autocast would choose
-        with torch.autocast(args[0].device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return implementation(*args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 FeatureMap = Literal["sigmoid", "elu+1", "relu"]
@@ -68,7 +68,7 @@ class FlowVariant:
 
     def as_args(self) -> tuple:
         """The fields in order, as the plain arguments of a registered operator."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(getattr(self, name) for name in self.__slots__)
 
 
 def check_choices(config: object, choices: Mapping[str, tuple[str, ...]]) -> None:
