@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import random_inputs, relative_error, with_gradients
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from flowformer import baselines, nn
+from flowformer.models import FlowformerLM, LMConfig
+from flowformer.nn.attention import ABLATIONS
+from flowformer.train import recipes
+from flowformer.train.config import override
 
 
 def dense_softmax(q, k, v, seen):
@@ -24,6 +34,7 @@ HEADS, DIM = 3, 4
 MASKED = [name for name in baselines.names() if baselines.get(name).masks]
 BIDIRECTIONAL = [name for name in baselines.names() if baselines.get(name).bidirectional]
 CAUSAL = [name for name in baselines.names() if baselines.get(name).causal]
+LINEAR = [name for name in baselines.names() if baselines.get(name).linear]
 
 
 def build(name):
@@ -89,6 +100,38 @@ def test_causal_does_not_leak(name):
     assert relative_error(ours, theirs) < 1e-14
 
 
+def peak_bytes(name, is_causal, length, is_training):
+    """The most that is held at once, besides inputs and parameters."""
+    attention = baselines.build(name, num_heads=1, head_dim=8, max_length=length).train(is_training)
+    inputs = [x.requires_grad_(is_training) for x in random_inputs(1, 1, length, dim=8, dtype=torch.float32)]
+    mask = torch.ones(1, length, dtype=torch.bool)
+    # fused kernels would hide what a pattern takes without them
+    with sdpa_kernel(SDPBackend.MATH), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = attention(*inputs, is_causal=is_causal, query_mask=mask, key_mask=mask)
+        if is_training:
+            result.sum().backward()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize("is_training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("name", "is_causal"),
+    # YOSO-E visits all pairs, and holds a block of them at a time
+    [(name, False) for name in [*LINEAR, "yoso"] if name in BIDIRECTIONAL]
+    + [(name, True) for name in [*LINEAR, "yoso"] if name in CAUSAL],
+)
+def test_four_times_the_tokens_take_four_times_the_memory(name, is_causal, is_training):
+    short, long = (peak_bytes(name, is_causal, length, is_training) for length in (2048, 8192))
+    assert long <= 4.5 * short
+
+
+def test_what_does_not_claim_to_be_linear():
+    assert set(baselines.names()) - set(LINEAR) == {"softmax", "sparse", "synthesizer", "synthesizer-dense", "yoso"}
+    assert peak_bytes("softmax", False, 2048, False) > 15 * peak_bytes("softmax", False, 512, False)
+
+
 # what some formulas leave out by design: SOFT has queries for keys, and a Synthesizer looks at fewer still
 UNUSED = {"soft": {"k_proj"}, "synthesizer": {"q_proj", "k_proj"}, "synthesizer-dense": {"k_proj"}}
 
@@ -108,9 +151,51 @@ def test_takes_the_place_of_flow_attention(name):
 
 def test_the_table_of_what_each_can_do():
     table = baselines.capabilities().splitlines()
-    assert table[0] == "| attention | bidirectional | causal | masks | cross |"
-    assert "| `bigbird` | yes | no | yes | no |" in table
+    assert table[0] == "| attention | bidirectional | causal | masks | cross | linear |"
+    assert "| `bigbird` | yes | no | yes | no | yes |" in table
+    assert "| `softmax` | yes | yes | yes | yes | no |" in table
     assert len(table) == 2 + len(baselines.names())
+
+
+class TestDocs:
+    page = (Path(__file__).parent.parent / "docs" / "rivals.md").read_text()
+
+    def test_print_the_table_of_what_each_can_do(self):
+        assert f"\n\n{baselines.capabilities()}\n\n" in self.page
+
+    def test_print_the_options(self):
+        rows = [
+            (
+                name,
+                ", ".join(f"`{option}={parameter.default}`" for option, parameter in baselines.options(name).items()),
+            )
+            for name in baselines.names()
+        ]
+        table = "\n".join(f"| `{name}` | {options or 'none'} |" for name, options in rows)
+        assert f"| attention | options |\n| --- | --- |\n{table}\n\n" in self.page
+
+    def test_name_the_ablations(self):
+        assert set(re.findall(r"`(flow-[^`]+)`", self.page)) == set(ABLATIONS)
+
+    def test_code_runs(self, capsys):
+        (code,) = re.findall(r"```python\n(.*?)```", self.page, re.DOTALL)
+        exec(compile(code, "docs/rivals.md", "exec"), {})
+        assert capsys.readouterr().out == "torch.Size([2, 2])\ntorch.Size([2, 8, 1000, 64])\n"
+
+    def test_command_is_accepted(self):
+        (command,) = re.findall(r"`flowformer train (\S+) (.*?)`", self.page)
+        assert override(recipes.get(command[0]), command[1].split()).model.attention_options == {"rank": 16}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_are_flow_attention_with_a_state(name):
+    torch.manual_seed(0)
+    model = FlowformerLM(
+        LMConfig(vocab_size=11, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, attention=name)
+    ).eval()
+    prompt = torch.tensor([[3, 1, 4]])
+    truth = model.generate(prompt, max_new_tokens=5, recompute=True)
+    assert torch.equal(model.generate(prompt, max_new_tokens=5), truth)
 
 
 @pytest.mark.parametrize("name", baselines.names())
@@ -128,6 +213,12 @@ def test_has_no_state(name):
 def test_unknown_name():
     with pytest.raises(ValueError, match=r"unknown attention 'softmx' \(did you mean 'softmax'\?\); accepted: flow, "):
         nn.build_attention("softmx", 24, 4)
+    with pytest.raises(ValueError, match=r"unknown attention 'flow-relo' \(did you mean 'flow-relu'\?\); accepted: "):
+        nn.build_attention("flow-relo", 24, 4)
+    with pytest.raises(
+        ValueError, match=r"unknown attention 'lineer' \(did you mean 'linear'\?\); accepted: bigbird, "
+    ):
+        baselines.get("lineer")
 
 
 def test_what_a_rival_cannot_do_is_an_error():
@@ -137,5 +228,5 @@ def test_what_a_rival_cannot_do_is_an_error():
     q, k, v = random_inputs(sinks=5, sources=7)
     with pytest.raises(NotImplementedError, match="limited attention does not support: masks, cross"):
         Limited()(q, k, v, key_mask=torch.ones(2, 7, dtype=torch.bool))
-    with pytest.raises(NotImplementedError, match="limited attention does not support: causal"):
+    with pytest.raises(NotImplementedError, match=r"does not support: causal\. These do: cosformer, linear, "):
         Limited()(k, k, v, is_causal=True)

@@ -9,7 +9,7 @@ from .longformer import LongformerAttention
 from .nystromformer import NystromformerAttention
 from .performer import PerformerAttention, PerformerReluAttention
 from .reformer import ReformerAttention
-from .registry import Mechanism, build, capabilities, get, names
+from .registry import Mechanism, build, capabilities, get, names, options
 from .rfa import GatedRFAAttention, RFAAttention
 from .sinkhorn import SinkhornAttention
 from .soft import SoftAttention
@@ -43,4 +43,5 @@ __all__ = [
     "capabilities",
     "get",
     "names",
+    "options",
 ]

@@ -18,14 +18,14 @@ class BigBirdAttention(BlockMechanism):
     """Block-sparse attention (Zaheer et al., 2020), the form without extra tokens.
 
     A block of queries sees the blocks around it, some random ones, and the first and the last block, which see every
-    token. The random blocks are others than those; they are drawn once per head from `seed` and kept in the state dict.
+    token. The random blocks are others than those; they are drawn once per head, at the start, and kept in the state
+    dict.
 
     Args:
         num_heads, max_length: heads, and the longest sequence: there is a draw for every head and block.
         block: tokens of a block, C.
         window: blocks of the window, odd, with the block of the queries in the middle.
         random: random blocks per block.
-        seed: of the draw.
 
     >>> x = torch.randn(1, 2, 20, 4)
     >>> BigBirdAttention(num_heads=2, max_length=20, block=2)(x, x, x).shape
@@ -33,6 +33,7 @@ class BigBirdAttention(BlockMechanism):
     """
 
     name = "bigbird"
+    linear = True
     causal = False
     draws: Tensor
 
@@ -45,7 +46,6 @@ class BigBirdAttention(BlockMechanism):
         block: int = 64,
         window: int = 3,
         random: int = 3,
-        seed: int = 0,
     ):
         super().__init__()
         self.check_sizes(block=block, window=window)
@@ -61,7 +61,7 @@ class BigBirdAttention(BlockMechanism):
         self.random = random
         # integers, which no change of the module's dtype rounds
         shape = num_heads, count_blocks(self.max_length, block), random
-        self.register_buffer("draws", torch.randint(2**31, shape, generator=torch.Generator().manual_seed(seed)))
+        self.register_buffer("draws", torch.randint(2**31, shape))
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         check_length(self.name, self.max_length, query)

@@ -33,6 +33,7 @@ class CosformerAttention(Mechanism):
     """
 
     name = "cosformer"
+    linear = True
     eps = 1e-6  # least normaliser, as published
 
     def __init__(

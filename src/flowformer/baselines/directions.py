@@ -1,52 +1,70 @@
-"""Random directions for random features: drawn from a generator whose state travels with the module."""
+"""Random directions for random features and hashes, which a state dict reproduces, later draws included."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 
 class RandomDirections(nn.Module):
-    """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D.
+    """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D; calling the module gives them.
 
-    The state of the generator is a buffer: the same seed gives the same directions, and a module loaded from a state
-    dict goes on to redraw what the saved one would have.
+    The first draw takes its seed from torch's random numbers, so that layers differ and `torch.manual_seed` repeats
+    them. The seed of the next draw is a buffer: a module loaded from a state dict goes on as the saved one would have.
 
     Args:
         groups: G, independent sets of directions.
         features: F, directions in a set.
         dim: D.
+        redraw_every: calls in training mode between draws; None keeps the first. With gradient checkpointing, a layer
+            that runs several times an update needs a multiple of that many.
 
-    >>> directions = RandomDirections(2, 5, 4, seed=0)
+    >>> directions = RandomDirections(2, 5, 4)
     >>> directions.redraw()
-    >>> directions.vectors.shape
+    >>> directions().shape
     torch.Size([2, 5, 4])
     """
 
     vectors: Tensor
-    generator_state: Tensor
+    seed: Tensor
+    calls: Tensor
 
-    def __init__(self, groups: int, features: int, dim: int, seed: int) -> None:
+    def __init__(self, groups: int, features: int, dim: int, redraw_every: int | None = None) -> None:
         super().__init__()
         if features < 1:
             raise ValueError(f"features must be positive, got {features}.")
-        self.register_buffer("generator_state", torch.Generator().manual_seed(seed).get_state())
+        if redraw_every is not None and redraw_every < 1:
+            raise ValueError(f"redraw_every must be a positive number of calls, or None for never, got {redraw_every}.")
+        self.redraw_every = redraw_every
         self.register_buffer("vectors", torch.empty(groups, features, dim))
-        self.redraw()
+        self.register_buffer("seed", torch.randint(2**62, ()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if not self.seed.is_meta:
+            self.redraw()
+
+    def forward(self) -> Tensor:
+        # a checkpointed layer runs again within the backward pass, and must see what it saw
+        if self.training and self.redraw_every is not None and torch._C._current_graph_task_id() == -1:
+            if self.calls and self.calls % self.redraw_every == 0:
+                self.redraw()
+            self.calls += 1
+        return self.vectors
 
     @torch.no_grad()
     def redraw(self) -> None:
         """Takes the next draw."""
         groups, features, dim = self.vectors.shape
-        generator = torch.Generator()
-        generator.set_state(self.generator_state.cpu())
-        blocks = -(-features // dim)
-        gaussian = torch.randn(groups, blocks, dim, dim, generator=generator, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(int(self.seed))
+        normal = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+        gaussian = normal(groups, -(-features // dim), dim, dim)
         rotations, triangle = torch.linalg.qr(gaussian)
         # the signs that QR happens to choose favour some directions: undone, all are equally likely
         rotations = rotations * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         rotations = rotations.mT.flatten(1, 2)[:, :features]
         # a row of a rotation has length 1: give it that of a Gaussian vector
-        lengths = torch.randn(groups, features, dim, generator=generator, dtype=torch.float64).norm(dim=-1)
-        self.vectors.copy_(rotations * lengths[..., None])
-        self.generator_state.copy_(generator.get_state())
+        lengths = normal(groups, features, dim).norm(dim=-1)
+        # a new tensor: the backward pass of an earlier call may still need the old one
+        self.vectors = (rotations * lengths[..., None]).to(self.vectors)
+        self.seed.fill_(torch.randint(2**62, (), generator=generator, device="cpu"))

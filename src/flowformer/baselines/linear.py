@@ -25,6 +25,7 @@ class LinearAttention(Mechanism):
     """
 
     name = "linear"
+    linear = True
     eps = 1e-6  # of the normaliser, as published
 
     def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):

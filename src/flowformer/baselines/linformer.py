@@ -30,6 +30,7 @@ class LinformerAttention(Mechanism):
     """
 
     name = "linformer"
+    linear = True
     causal = False
 
     def __init__(

@@ -25,6 +25,7 @@ class LocalAttention(BlockMechanism):
     """
 
     name = "local"
+    linear = True
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class LongformerAttention(BlockMechanism):
     """
 
     name = "longformer"
+    linear = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class NystromformerAttention(Mechanism):
     """
 
     name = "nystromformer"
+    linear = True
     causal = False
     cross = False
 

@@ -27,7 +27,7 @@ class PerformerAttention(Mechanism):
 
     Args:
         features: R.
-        seed: of the directions. Layers that should differ need different seeds.
+        redraw_every: calls in training mode between draws of the directions, such as 1000; None keeps the first.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> performer = PerformerAttention(head_dim=4)
@@ -37,6 +37,7 @@ class PerformerAttention(Mechanism):
     """
 
     name = "performer"
+    linear = True
 
     def __init__(
         self,
@@ -45,17 +46,18 @@ class PerformerAttention(Mechanism):
         head_dim: int,
         max_length: int | None = None,
         features: int = 256,
-        seed: int = 0,
+        redraw_every: int | None = None,
     ) -> None:
         super().__init__()
-        self.directions = RandomDirections(1, features, head_dim, seed)
+        self.directions = RandomDirections(1, features, head_dim, redraw_every)
 
     def redraw(self) -> None:
-        """New random directions, which training calls for from time to time."""
+        """New random directions, now."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        q, k = self._exponents(valid(query, query_mask)), self._exponents(valid(key, key_mask))
+        directions = self.directions()[0]
+        q, k = (exponents(valid(x, mask), directions) for x, mask in ((query, query_mask), (key, key_mask)))
         v = F.pad(valid(value, key_mask), (0, 1), value=1.0)  # the last column sums to the normaliser
         q = (q - q.detach().amax(-1, keepdim=True)).exp()
         nothing = torch.finfo(k.dtype).min
@@ -77,9 +79,11 @@ class PerformerAttention(Mechanism):
         normaliser = normaliser.masked_fill(normaliser < torch.finfo(q.dtype).tiny, 1)
         return (product[..., :-1] / normaliser).to(query.dtype)
 
-    def _exponents(self, x: Tensor) -> Tensor:
-        x = x * x.shape[-1] ** -0.25
-        return x @ self.directions.vectors[0].to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2  # (B, H, N, R)
+
+def exponents(x: Tensor, directions: Tensor) -> Tensor:
+    """ω_r·x − ‖x‖²/2 of x divided by d^¼, (B, H, N, R), for directions ω (R, D)."""
+    x = x * x.shape[-1] ** -0.25
+    return x @ directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
 
 
 @register
@@ -92,6 +96,7 @@ class PerformerReluAttention(Mechanism):
     """
 
     name = "performer-relu"
+    linear = True
     eps = 1e-3  # of every feature, as published
 
     def __init__(

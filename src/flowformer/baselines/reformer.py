@@ -38,7 +38,7 @@ class ReformerAttention(BlockMechanism):
         rounds: hashes. The Long-Range Arena has 1.
         chunk: tokens of a chunk, C.
         buckets: even; None is two per chunk of the longest sequence, as published. The Long-Range Arena has 10.
-        seed: of the hashes.
+        redraw_every: calls in training mode between draws of the hashes; the paper has 1, None keeps the first.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> ReformerAttention(num_heads=2, head_dim=4, buckets=2)(x, x, x, is_causal=True).shape
@@ -46,6 +46,7 @@ class ReformerAttention(BlockMechanism):
     """
 
     name = "reformer"
+    linear = True
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class ReformerAttention(BlockMechanism):
         rounds: int = 4,
         chunk: int = 64,
         buckets: int | None = None,
-        seed: int = 0,
+        redraw_every: int | None = None,
     ):
         super().__init__()
         self.check_sizes(rounds=rounds, chunk=chunk)
@@ -65,15 +66,15 @@ class ReformerAttention(BlockMechanism):
             raise ValueError(f"reformer attention needs an even number of buckets, 2 or more, got {buckets}.")
         self.chunk = chunk
         self.rounds = rounds
-        self.directions = RandomDirections(num_heads * rounds, self.buckets // 2, head_dim, seed)
+        self.directions = RandomDirections(num_heads * rounds, self.buckets // 2, head_dim, redraw_every)
 
     def redraw(self) -> None:
-        """New hashes; the paper draws them for every batch."""
+        """New hashes, now."""
         self.directions.redraw()
 
     def hash(self, x: Tensor) -> Tensor:
         """The bucket of every token in every round, (B, H, R, N)."""
-        directions = self.directions.vectors.unflatten(0, (-1, self.rounds)).to(x.dtype)
+        directions = self.directions().unflatten(0, (-1, self.rounds)).to(x.dtype)
         scores = x[:, :, None] @ directions.mT
         return torch.cat([scores, -scores], -1).argmax(-1)
 

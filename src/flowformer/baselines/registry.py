@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import ClassVar, TypeVar
 
@@ -24,6 +25,7 @@ class Mechanism(nn.Module):
     causal: ClassVar[bool] = True
     masks: ClassVar[bool] = True
     cross: ClassVar[bool] = True  # queries and keys may be of different number
+    linear: ClassVar[bool] = False  # time and memory grow (nearly) as the length does
 
     def forward(
         self,
@@ -47,7 +49,10 @@ class Mechanism(nn.Module):
         }
         missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
         if missing:
-            raise NotImplementedError(f"{self.name} attention does not support: {', '.join(missing)}.")
+            able = [name for name in names() if all(getattr(get(name), ability) for ability in missing)]
+            raise NotImplementedError(
+                f"{self.name} attention does not support: {', '.join(missing)}. These do: {', '.join(able)}."
+            )
         if query.shape[2] == 0 or key.shape[2] == 0:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
         # sums over many tokens must not be rounded to what autocast would choose
@@ -82,13 +87,13 @@ def names() -> list[str]:
 def get(name: str) -> type[Mechanism]:
     """The class of a rival attention, which says what it can do."""
     if name not in _REGISTRY:
-        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: flow, {', '.join(names())}.")
+        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: {', '.join(names())}.")
     return _REGISTRY[name]
 
 
 def capabilities() -> str:
     """What each rival can do, as a table in markdown."""
-    abilities = ("bidirectional", "causal", "masks", "cross")
+    abilities = ("bidirectional", "causal", "masks", "cross", "linear")
     lines = [f"| attention | {' | '.join(abilities)} |", "| --- " * (1 + len(abilities)) + "|"]
     for name in names():
         marks = ("yes" if getattr(get(name), ability) else "no" for ability in abilities)
@@ -96,15 +101,33 @@ def capabilities() -> str:
     return "\n".join(lines)
 
 
-def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **options) -> Mechanism:
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """What a rival can be built with besides its sizes: each option with its type and default.
+
+    >>> {option: parameter.default for option, parameter in options("linformer").items()}
+    {'rank': 256, 'shared': True}
+    """
+    sizes = ("num_heads", "head_dim", "max_length")
+    parameters = inspect.signature(get(name), eval_str=True).parameters
+    return {option: parameter for option, parameter in parameters.items() if option not in sizes}
+
+
+def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **chosen) -> Mechanism:
     """A rival attention by name.
 
     Args:
         num_heads, head_dim: H and D, for those with parameters.
         max_length: the longest sequence, for those whose parameters depend on it.
-        options: of the mechanism.
+        chosen: some of the `options` of the rival.
 
-    >>> build("softmax", num_heads=4, head_dim=8).name
-    'softmax'
+    >>> build("linformer", num_heads=4, head_dim=8, max_length=100, rank=16).projection.shape
+    torch.Size([1, 100, 16])
     """
-    return get(name)(num_heads=num_heads, head_dim=head_dim, max_length=max_length, **options)
+    accepted = options(name)
+    for option in chosen:
+        if option not in accepted:
+            raise ValueError(
+                f"{name} attention has no option {option!r}{nearest(option, accepted)}; accepted: "
+                f"{', '.join(accepted) or 'none'}."
+            )
+    return get(name)(num_heads=num_heads, head_dim=head_dim, max_length=max_length, **chosen)

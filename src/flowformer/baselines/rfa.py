@@ -25,7 +25,7 @@ class RFAAttention(Mechanism):
 
     Args:
         features: R; φ has twice as many entries.
-        seed: of the directions. Layers that should differ need different seeds.
+        redraw_every: calls in training mode between draws of the directions; None keeps the first.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> RFAAttention(num_heads=2, head_dim=4)(x, x, x, is_causal=True).shape
@@ -33,21 +33,30 @@ class RFAAttention(Mechanism):
     """
 
     name = "rfa"
+    linear = True
     eps = 1e-3  # least normaliser: a random kernel may fall below 0
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, max_length: int | None = None, features: int = 64, seed: int = 0
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        max_length: int | None = None,
+        features: int = 64,
+        redraw_every: int | None = None,
     ) -> None:
         super().__init__()
-        self.directions = RandomDirections(num_heads, features, head_dim, seed)
+        self.directions = RandomDirections(num_heads, features, head_dim, redraw_every)
         self.sigma = nn.Parameter(torch.ones(num_heads, 1, head_dim))
 
     def redraw(self) -> None:
-        """New random directions, which training calls for at every step."""
+        """New random directions, now."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        q, k = self._features(valid(query, query_mask)), valid(self._features(valid(key, key_mask)), key_mask)
+        q, k = valid(query, query_mask), valid(key, key_mask)
+        w = self.sigma.to(q.dtype) * self.directions().to(q.dtype)  # (H, R, D)
+        q, k = random_features(q, w), valid(random_features(k, w), key_mask)
         v = F.pad(valid(value, key_mask), (0, 1), value=1.0)  # the last column sums to the normaliser
         product = self._product(q, k, v, key, key_mask) if is_causal else q @ (k.mT @ v)
         return (product[..., :-1] / product[..., -1:].clamp_min(self.eps)).to(query.dtype)
@@ -55,10 +64,11 @@ class RFAAttention(Mechanism):
     def _product(self, q: Tensor, k: Tensor, v: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
         return causal_product(q, k, v)
 
-    def _features(self, x: Tensor) -> Tensor:
-        directions = self.sigma.to(x.dtype) * self.directions.vectors.to(x.dtype)  # (H, R, D)
-        angle = F.normalize(x, dim=-1) @ directions.mT
-        return torch.cat([angle.sin(), angle.cos()], -1) * directions.shape[1] ** -0.5
+
+def random_features(x: Tensor, w: Tensor) -> Tensor:
+    """[sin(w·x̂), cos(w·x̂)]/√R, (B, H, N, 2R), for directions w (H, R, D)."""
+    angle = F.normalize(x, dim=-1) @ w.mT
+    return torch.cat([angle.sin(), angle.cos()], -1) * w.shape[1] ** -0.5
 
 
 @register
@@ -80,9 +90,15 @@ class GatedRFAAttention(RFAAttention):
     cross = False
 
     def __init__(
-        self, *, num_heads: int, head_dim: int, max_length: int | None = None, features: int = 64, seed: int = 0
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        max_length: int | None = None,
+        features: int = 64,
+        redraw_every: int | None = None,
     ) -> None:
-        super().__init__(num_heads=num_heads, head_dim=head_dim, features=features, seed=seed)
+        super().__init__(num_heads=num_heads, head_dim=head_dim, features=features, redraw_every=redraw_every)
         self.gate_weight = nn.Parameter(torch.empty(num_heads, head_dim, 1))
         self.gate_bias = nn.Parameter(torch.zeros(num_heads, 1, 1))
         nn.init.normal_(self.gate_weight, std=head_dim**-0.5)

@@ -36,6 +36,7 @@ class SinkhornAttention(BlockMechanism):
     """
 
     name = "sinkhorn"
+    linear = True
     causal = False
 
     def __init__(

@@ -30,6 +30,7 @@ class SoftAttention(Mechanism):
     """
 
     name = "soft"
+    linear = True
     causal = False
     cross = False
     ridge = 0.01  # added to the diagonal before the inverse, as in the released code

@@ -26,11 +26,12 @@ RETURN_SCALE = 1000.0
 
 
 class Episode(NamedTuple):
-    """One trajectory to its end: (T, S), (T, A) and (T,)."""
+    """One trajectory: (T, S), (T, A) and (T,), and whether it came to its end or was cut off by a limit of time."""
 
     states: np.ndarray
     actions: np.ndarray
     rewards: np.ndarray
+    terminated: bool
 
 
 class Windows(Dataset[Item]):
@@ -41,12 +42,14 @@ class Windows(Dataset[Item]):
         window: T.
 
     Attributes: `state_mean` and `state_std` (S,), with which states were standardised, and `returns`, of each episode.
+    Over all steps, one episode after another: `states`, `actions`, `rewards`, `timesteps`, `ends`, where the episode of
+    a step ends, and `terminated`, whether it did so with this step and not by a limit of time.
     """
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
         self.window = window
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
-        self.ends = lengths.cumsum(0).repeat_interleave(lengths)  # where the episode of each step ends
+        self.ends = lengths.cumsum(0).repeat_interleave(lengths)
         self.timesteps = torch.cat([torch.arange(length) for length in lengths.tolist()])
         states, self.actions = (
             torch.from_numpy(np.concatenate(part)).float()
@@ -54,6 +57,9 @@ class Windows(Dataset[Item]):
         )
         self.state_mean, self.state_std = states.mean(0), states.std(0, correction=0) + 1e-6
         self.states = (states - self.state_mean) / self.state_std
+        self.rewards = torch.from_numpy(np.concatenate([episode.rewards for episode in episodes])).float()
+        self.terminated = torch.zeros(len(self.ends), dtype=torch.bool)
+        self.terminated[lengths.cumsum(0) - 1] = torch.tensor([bool(episode.terminated) for episode in episodes])
         to_go = [np.cumsum(episode.rewards[::-1], dtype=np.float64)[::-1] for episode in episodes]
         self.returns = torch.tensor([rewards[0] for rewards in to_go])
         self.returns_to_go = torch.from_numpy(np.concatenate(to_go) / RETURN_SCALE).float()[:, None]
@@ -116,7 +122,12 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     try:
         data = store.extra("minari", "rl").MinariDataset(home / "data")
         episodes = [
-            Episode(np.asarray(episode.observations)[: len(episode)], np.asarray(episode.actions), episode.rewards)
+            Episode(
+                np.asarray(episode.observations)[: len(episode)],
+                np.asarray(episode.actions),
+                episode.rewards,
+                episode.terminations[-1],
+            )
             for episode in data.iterate_episodes()
         ]
     except (OSError, KeyError, ValueError) as error:
@@ -154,4 +165,4 @@ def _read_d4rl(path: Path) -> Iterator[Episode]:
             f"{sorted(sizes)} steps and {len(ends)} ends."
         )
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        yield Episode(states[start:end], actions[start:end], rewards[start:end])
+        yield Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])

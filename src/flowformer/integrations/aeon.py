@@ -31,9 +31,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Series = list[Tensor]  # each (N, C)
 
 
-class _FlowformerEstimator:
-    """What both estimators share: parameters, standardisation, training, prediction."""
+class NetworkEstimator:
+    """What estimators with a network share: standardised series go in, computed where, with what seed and on as many
+    threads as the parameters `device`, `random_state`, `n_jobs` and `batch_size` of the estimator say.
+    """
 
+    device: str
+    n_jobs: int | None
+    batch_size: int
     _tags: ClassVar[dict[str, Any]] = {
         "X_inner_type": ["np-list", "numpy3D"],
         "capability:multivariate": True,
@@ -42,6 +47,55 @@ class _FlowformerEstimator:
         "algorithm_type": "deeplearning",
         "python_dependencies": "torch",
     }
+
+    def _prepare(self, X: Iterable[np.ndarray]) -> Series:
+        """The training series, standardised; from here on all are standardised like them."""
+        cases = [np.asarray(x, dtype=float) for x in X]
+        self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
+        self._n_jobs = check_n_jobs(self.n_jobs)
+        return self._standardise(cases)
+
+    @contextmanager
+    def _seeded(self, random: np.random.RandomState) -> Iterator[None]:
+        """Compute with a seed drawn from `random`, and leave the caller's random numbers alone."""
+        device = self._device()
+        with _threads(self._n_jobs), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(random.randint(np.iinfo(np.int32).max))
+            yield
+
+    def _keep(self, model: nn.Module) -> None:
+        # it rests on the CPU, so that a pickle loads on any machine
+        self.model_ = model.cpu().eval()
+
+    def _predict_outputs(self, X: Iterable[np.ndarray]) -> Tensor:
+        """What the model says of each case, (B, num_outputs) in float64."""
+        model = deepcopy(self.model_).to(self._device())
+        with _threads(self._n_jobs):
+            return self._outputs(model, self._standardise(X)).cpu().double()
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module, series: Series) -> Tensor:
+        model.eval()
+        device = next(model.parameters()).device
+        starts = range(0, len(series), self.batch_size)
+        return torch.cat([model(*pad(series[i : i + self.batch_size], device)) for i in starts])
+
+    def _standardise(self, X: Iterable[np.ndarray]) -> Series:
+        return [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
+
+    def _device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def _check(self, *positive: str) -> None:
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+
+class _FlowformerEstimator(NetworkEstimator):
+    """What both estimators share: parameters and training."""
 
     def __init__(
         self,
@@ -85,17 +139,23 @@ class _FlowformerEstimator:
 
     def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
         """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
-        self._check()
-        cases = [np.asarray(x, dtype=float) for x in X]
-        self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
-        series = self._standardise(cases)
+        self._check("n_epochs", "batch_size", "patience")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
+        series = self._prepare(X)
         random = check_random_state(self.random_state)
         held_out = self._hold_out(strata, random)
-        device = self._device()
+        with self._seeded(random):
+            model = self._network(len(self.channel_mean_), num_outputs, max(map(len, series))).to(self._device())
+            self._optimise(model, series, target.to(self._device()), loss, held_out)
+        self._keep(model)
+
+    def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
+        """What is trained: takes (B, N, C) and a mask (B, N) or None, and gives (B, num_outputs)."""
         config = TimeSeriesConfig(
-            num_features=len(self.channel_mean_),
+            num_features=num_features,
             num_classes=num_outputs,
-            max_length=max(map(len, series)),
+            max_length=max_length,
             embed_dim=self.embed_dim,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -106,17 +166,9 @@ class _FlowformerEstimator:
             positions="sinusoidal",
             attention=self.attention,
         )
-        self._n_jobs = check_n_jobs(self.n_jobs)
-        with _threads(self._n_jobs), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(random.randint(np.iinfo(np.int32).max))
-            model = FlowformerTimeSeries(config).to(device)
-            self._optimise(model, series, target.to(device), loss, held_out)
-        # it rests on the CPU, so that a pickle loads on any machine
-        self.model_ = model.cpu().eval()
+        return FlowformerTimeSeries(config)
 
-    def _optimise(
-        self, model: FlowformerTimeSeries, series: Series, target: Tensor, loss: Loss, held_out: Tensor
-    ) -> None:
+    def _optimise(self, model: nn.Module, series: Series, target: Tensor, loss: Loss, held_out: Tensor) -> None:
         """Run the epochs; with early stopping, leave the model as it was when the held-out loss was lowest."""
         train, validation = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
@@ -125,11 +177,11 @@ class _FlowformerEstimator:
         self.loss_curve_: list[float] = []
         self.validation_loss_curve_: list[float] = []
         best: dict[str, Any] = {}
-        for _ in _epochs(self.n_epochs, self.verbose):
+        for _ in rounds(self.n_epochs, "Epochs", self.verbose):
             model.train()
             total = 0.0
             for rows in train[torch.randperm(len(train))].split(self.batch_size):
-                value = loss(model(*_pad([series[i] for i in rows], target.device)), target[rows])
+                value = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
                 optimizer.zero_grad()
                 value.backward()
                 # as the authors do for these data
@@ -170,34 +222,6 @@ class _FlowformerEstimator:
                     f"{self.validation_fraction:g}, or set early_stopping=False."
                 )
         return held_out
-
-    def _predict_outputs(self, X: Iterable[np.ndarray]) -> Tensor:
-        """What the model says of each case, (B, num_outputs) in float64."""
-        model = deepcopy(self.model_).to(self._device())
-        with _threads(self._n_jobs):
-            return self._outputs(model, self._standardise(X)).cpu().double()
-
-    @torch.no_grad()
-    def _outputs(self, model: FlowformerTimeSeries, series: Series) -> Tensor:
-        model.eval()
-        device = next(model.parameters()).device
-        starts = range(0, len(series), self.batch_size)
-        return torch.cat([model(*_pad(series[i : i + self.batch_size], device)) for i in starts])
-
-    def _standardise(self, X: Iterable[np.ndarray]) -> Series:
-        return [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
-
-    def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
-
-    def _check(self) -> None:
-        for name in ("n_epochs", "batch_size", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
 
     @classmethod
     def _get_test_params(cls, parameter_set: str = "default") -> list[dict[str, Any]]:
@@ -331,7 +355,7 @@ def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.where(scale > 0, scale, 1.0)
 
 
-def _pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Series (N_i, C) as one batch (B, N, C), and which steps are theirs, (B, N), None if all are."""
     lengths = torch.tensor([len(each) for each in series])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -349,11 +373,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _epochs(count: int, verbose: bool) -> Iterable[int]:
+def rounds(count: int, name: str, verbose: bool) -> Iterable[int]:
     """range(count), with a progress bar if asked for and possible."""
     if verbose:
         with suppress(ImportError):
             from rich.progress import track
 
-            return track(range(count), description="Epochs")
+            return track(range(count), description=name)
     return range(count)

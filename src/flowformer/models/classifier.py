@@ -5,9 +5,9 @@ Shapes: B batch, N tokens, W width (embed_dim).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ class ClassifierConfig:
         mask_padding: padding takes part in nothing. False is the authors' code, where it takes part like any token,
             whatever mask is passed.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
         variant: of Flow-Attention. The default is the paper's; the code its authors released for this benchmark has
             φ = ReLU and lets heads compete instead of tokens.
     """
@@ -59,6 +60,7 @@ class ClassifierConfig:
     padding_id: int | None = 0
     mask_padding: bool = True
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -137,6 +139,7 @@ class SequenceEncoder(FlowModel):
                 attention_bias=False,
                 eps=1e-6,
                 attention=config.attention,
+                attention_options=config.attention_options,
                 max_length=config.max_length + extra,
                 variant=config.variant,
             )

@@ -10,14 +10,14 @@ Shapes: B trajectories, T steps, S numbers of a state, A of an action, W width (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, token_positions
+from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, is_flow, token_positions
 from ..ops import FlowState, FlowVariant
 from .base import FlowModel, check_positive
 
@@ -37,6 +37,7 @@ class DecisionConfig:
         predict_all: also predict the next state and return, with heads that the paper has but does not train.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
         variant: the reading of Flow-Attention.
     """
 
@@ -52,6 +53,7 @@ class DecisionConfig:
     predict_all: bool = False
     dropout: float = 0.1
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -143,6 +145,7 @@ class FlowformerDecision(FlowModel):
                 dropout=config.dropout,
                 activation_dropout=0.0,
                 attention=config.attention,
+                attention_options=config.attention_options,
                 max_length=3 * config.window,
                 variant=config.variant,
             )
@@ -225,7 +228,7 @@ class FlowformerDecision(FlowModel):
         action = weight.new_zeros(batch_size, self.config.action_dim)
         timestep = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         if window is None:
-            if self.config.attention != "flow":
+            if not is_flow(self.config.attention):
                 raise NotImplementedError(
                     f"{self.config.attention} attention has no state to carry. Pass window={self.config.window} to run "
                     'over the last steps each time, or use attention="flow".'

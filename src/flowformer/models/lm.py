@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, SinusoidalPositions, token_positions
+from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, SinusoidalPositions, is_flow, token_positions
 from ..ops import FlowState, FlowVariant
 from ..ops.variant import check_choices
 from .base import FlowModel, check_positive
@@ -55,6 +55,7 @@ class LMConfig:
         initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
         variant: the reading of Flow-Attention.
     """
 
@@ -71,6 +72,7 @@ class LMConfig:
     initialisation: Initialisation = "fairseq"
     dropout: float = 0.1
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class FlowformerLM(FlowModel):
                 dropout=config.dropout,
                 activation_dropout=0.0,
                 attention=config.attention,
+                attention_options=config.attention_options,
                 max_length=config.max_length,
                 variant=config.variant,
             )
@@ -264,7 +267,7 @@ class FlowformerLM(FlowModel):
 
         Returns: (B, T) integers, the new tokens alone; T is max_new_tokens, or less if every sequence is over.
         """
-        if not recompute and self.config.attention != "flow":
+        if not recompute and not is_flow(self.config.attention):
             raise NotImplementedError(
                 f"{self.config.attention} attention has no state to continue from: each token takes a run over the "
                 'whole prefix. Pass recompute=True to do that, or use attention="flow".'

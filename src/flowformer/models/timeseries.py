@@ -5,8 +5,8 @@ Shapes: B batch, N steps, C channels (num_features), W width (embed_dim).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ class TimeSeriesConfig:
         mask_padding: padded steps take part in nothing. False is the authors' code, where attention sees them and only
             the head does not.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
         variant: of Flow-Attention.
     """
 
@@ -52,6 +53,7 @@ class TimeSeriesConfig:
     positions: Positions = "learned"
     mask_padding: bool = True
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class FlowformerTimeSeries(FlowModel):
                 dropout=config.dropout,
                 norm_first=False,
                 attention=config.attention,
+                attention_options=config.attention_options,
                 max_length=config.max_length,
                 variant=config.variant,
             )

@@ -5,7 +5,9 @@ Shapes: B images of C × Y × X pixels, N tokens (the cells of a grid, row by ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +46,7 @@ class VisionConfig:
         dropout: on the result of each branch and inside the feed-forward networks.
         drop_path: how often the last layer drops a branch in training; it rises from 0, layer by layer.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
     """
 
     image_size: int = 224
@@ -58,6 +61,7 @@ class VisionConfig:
     dropout: float = 0.0
     drop_path: float = 0.2
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -96,6 +100,7 @@ class DeiTConfig:
     dropout: float = 0.0
     drop_path: float = 0.1
     attention: str = "flow"
+    attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
@@ -205,13 +210,20 @@ class VisionLayer(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         attention: str = "flow",
+        attention_options: Mapping[str, Any] | None = None,
         variant: FlowVariant = _DEFAULT,
         max_length: int | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(embed_dim, eps=EPS)
         self.attention = build_attention(
-            attention, embed_dim, num_heads, dropout=dropout, variant=variant, max_length=max_length
+            attention,
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            variant=variant,
+            max_length=max_length,
+            attention_options=attention_options,
         )
         self.mlp_norm = nn.LayerNorm(embed_dim, eps=EPS)
         self.mlp = FeedForward(embed_dim, mlp_ratio * embed_dim, dropout=dropout)
@@ -289,6 +301,7 @@ class FlowformerVision(_ImageClassifier):
                     dropout=config.dropout,
                     drop_path=next(drop_paths),
                     attention=config.attention,
+                    attention_options=config.attention_options,
                     variant=config.variant,
                     max_length=side**2,
                 )
@@ -338,6 +351,7 @@ class FlowformerDeiT(_ImageClassifier):
                 dropout=config.dropout,
                 drop_path=drop_path,
                 attention=config.attention,
+                attention_options=config.attention_options,
                 variant=config.variant,
                 max_length=side**2 + 1,
             )

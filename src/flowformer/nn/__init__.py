@@ -1,6 +1,6 @@
 """Flow-Attention as modules."""
 
-from .attention import FlowAttention, RivalAttention, build_attention, record_maps, sinks_apart
+from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
 from .multihead import FlowMultiheadAttention
 from .positions import LearnedPositions, SinusoidalPositions, token_positions
 from .swap import replace_attention
@@ -18,6 +18,7 @@ __all__ = [
     "RivalAttention",
     "SinusoidalPositions",
     "build_attention",
+    "is_flow",
     "record_maps",
     "replace_attention",
     "sinks_apart",

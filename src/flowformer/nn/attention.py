@@ -5,7 +5,7 @@ Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
 from ..ops.interface import both
+from ..ops.variant import nearest
 
 _DEFAULT = FlowVariant()
 
@@ -179,16 +180,29 @@ class RivalAttention(ProjectedAttention):
     Args: as for `ProjectedAttention`, and
         name: of the rival, as `baselines.names` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
+        attention_options: of the rival, as `baselines.options` lists them.
 
-    >>> RivalAttention(32, 4, name="softmax")(torch.randn(2, 10, 32)).shape
+    >>> attention = RivalAttention(32, 4, name="local", attention_options={"window": 5})
+    >>> attention(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, name: str, max_length: int | None = None, **options) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        name: str,
+        max_length: int | None = None,
+        attention_options: Mapping[str, Any] | None = None,
+        **options,
+    ) -> None:
         from .. import baselines  # here, since most programs need none of them
 
         super().__init__(embed_dim, num_heads, **options)
-        self.mechanism = baselines.build(name, num_heads=num_heads, head_dim=self.head_dim, max_length=max_length)
+        self.mechanism = baselines.build(
+            name, num_heads=num_heads, head_dim=self.head_dim, max_length=max_length, **(attention_options or {})
+        )
         weight = self.q_proj.weight
         self.mechanism.to(device=weight.device, dtype=weight.dtype)
 
@@ -226,20 +240,37 @@ def build_attention(
     *,
     variant: FlowVariant | str = _DEFAULT,
     max_length: int | None = None,
+    attention_options: Mapping[str, Any] | None = None,
     **options,
 ) -> FlowAttention | RivalAttention:
     """Flow-Attention, one of its ablations, or the rival of that name in its place.
 
     Names are "flow", those of `ABLATIONS` (of two activations the first is the competition's), and those of
-    `baselines.names`.
+    `baselines.names`. Flow-Attention takes a `variant`, a rival `max_length` and `attention_options`.
 
     >>> type(build_attention("flow", 32, 4)).__name__, type(build_attention("linear", 32, 4)).__name__
     ('FlowAttention', 'RivalAttention')
     """
-    if name == "flow" or name in ABLATIONS:
+    if is_flow(name):
+        if attention_options:
+            raise ValueError(
+                f"{name} attention has no options, got {', '.join(attention_options)}. Choose its variant instead."
+            )
         variant = replace(checks.variant(variant), **ABLATIONS.get(name, {}))
         return FlowAttention(embed_dim, num_heads, variant=variant, **options)
-    return RivalAttention(embed_dim, num_heads, name=name, max_length=max_length, **options)
+    from .. import baselines
+
+    accepted = ["flow", *ABLATIONS, *baselines.names()]
+    if name not in accepted:
+        raise ValueError(f"unknown attention {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    return RivalAttention(
+        embed_dim, num_heads, name=name, max_length=max_length, attention_options=attention_options, **options
+    )
+
+
+def is_flow(name: str) -> bool:
+    """Whether the name is that of Flow-Attention or of one of its ablations."""
+    return name == "flow" or name in ABLATIONS
 
 
 @contextmanager
@@ -284,11 +315,14 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def check_tokens(
     query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], ranks: tuple[int, ...] = (3,)
 ) -> None:
-    shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+    # said only when it is wrong: a graph of any length cannot print it
+    def shapes() -> str:
+        return ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+
     if query.dim() not in ranks or not query.dim() == key.dim() == value.dim():
         accepted = " or all ".join(map(str, ranks))
-        raise ValueError(f"query, key and value must all have {accepted} dimensions, got shapes {shapes}.")
+        raise ValueError(f"query, key and value must all have {accepted} dimensions, got shapes {shapes()}.")
     if (query.shape[-1], key.shape[-1], value.shape[-1]) != widths:
         raise ValueError(
-            f"query, key and value must have widths (embed_dim, kdim, vdim) = {widths}, got shapes {shapes}."
+            f"query, key and value must have widths (embed_dim, kdim, vdim) = {widths}, got shapes {shapes()}."
         )

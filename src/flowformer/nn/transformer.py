@@ -5,7 +5,7 @@ Shapes: B batch, N tokens, M tokens of a memory, W width (embed_dim).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -79,6 +79,7 @@ class _Layer(nn.Module):
         attention_bias: bool = True,
         eps: float = 1e-5,
         attention: str = "flow",
+        attention_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         variant: FlowVariant | str = _DEFAULT,
         device: torch.device | str | None = None,
@@ -90,6 +91,7 @@ class _Layer(nn.Module):
             attention,
             embed_dim,
             num_heads,
+            attention_options=attention_options,
             max_length=max_length,
             head_dim=head_dim,
             bias=attention_bias,
@@ -132,6 +134,7 @@ class FlowEncoderLayer(_Layer):
         attention_bias: whether the projections of the attention have a bias.
         eps: of the layer norms.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_options: of the rival, as `baselines.options` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
 
     >>> FlowEncoderLayer(32, 4)(torch.randn(2, 10, 32)).shape
@@ -190,6 +193,7 @@ class FlowDecoderLayer(_Layer):
                 dropout=own.dropout.p,
                 variant=sinks_apart(variant),
                 max_length=options.get("max_length"),
+                attention_options=options.get("attention_options"),
                 **factory,
             )
             self.cross_norm = nn.LayerNorm(embed_dim, eps=self.attention_norm.eps, **factory)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,16 +16,19 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
+from ..nn import is_flow
 from ..ops import FlowVariant
 from ..ops.variant import PRESETS as VARIANTS
 from ..ops.variant import nearest
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
+ATTENTION_OPTIONS = "attention_options"
 
 OptimiserName = Literal["adamw", "radam"]
 ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
+Parallel = Literal["ddp", "fsdp"]
 Split = Literal["valid", "test"]
 
 
@@ -130,6 +135,7 @@ class TrainConfig:
         episodes: to play at each evaluation, where an environment is what evaluates.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
+        parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
         seed: of the parameters, the order of the data and dropout.
         workers: processes that read data.
@@ -158,6 +164,7 @@ class TrainConfig:
     mixup: float = 0.0
     cutmix: float = 0.0
     precision: Precision = "float32"
+    parallel: Parallel = "ddp"
     compile: bool = False
     seed: int = 0
     workers: int = 0
@@ -223,14 +230,19 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
-    """The config with other values, each as key=value; of a key, the part after its last dot is enough if it is clear.
+    """The config with other values, each as key=value; of a key, the parts after any of its dots are enough if clear.
+
+    An attention brings its options along, which are keys as well.
 
     >>> from flowformer.train import recipes
     >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])
     >>> config.model.attention, config.optimiser.lr, config.steps
     ('softmax', 0.01, 10)
+    >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
+    {'rank': 16}
     """
-    for assignment in assignments:
+    # the attention says which options there are
+    for assignment in sorted(assignments, key=lambda each: not re.match(r"(model\.)?attention=", each)):
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"{assignment!r} is no override; accepted: key=value, such as steps=100.")
@@ -245,6 +257,8 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, FlowVariant):
             yield prefix + name, value  # variant=core stands for all of its parts
+        if name == ATTENTION_OPTIONS:
+            value = {option: parameter.default for option, parameter in _options(config).items()} | value
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
@@ -255,17 +269,19 @@ def _resolve(config: TrainConfig, key: str) -> str:
     known = keys(config)
     if key in known:
         return key
-    matches = [name for name in known if name.rsplit(".", 1)[-1] == key]
+    matches = [name for name in known if name.endswith(f".{key}")]
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
-    parts = [name for name in known if name.startswith(f"{key}.")]
+    parts = [name for name in known if f".{key}." in f".{name}"]
     if parts:
         raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")
     short = {name.rsplit(".", 1)[-1] for name in known}
+    part = key.rpartition(".")[0]
+    accepted = [name for name in known if part and f".{name}".rpartition(".")[0].endswith(f".{part}")] or known
     raise ValueError(
-        f"{config.recipe} has no key {key!r}{nearest(key, {*known, *short})}; accepted: {', '.join(known)}."
+        f"{config.recipe} has no key {key!r}{nearest(key, {*known, *short})}; accepted: {', '.join(accepted)}."
     )
 
 
@@ -274,9 +290,21 @@ def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
     if isinstance(config, dict):
         return {**config, name: _parse_like(text, config[name], key)}
     value = getattr(config, name)
+    if name == ATTENTION_OPTIONS:
+        (option,) = rest
+        return replace(config, **{name: {**value, option: _parse(text, _options(config)[option].annotation, key)}})
     if rest:
         return replace(config, **{name: _replaced(value, rest, text, key)})
     return replace(config, **{name: _parse(text, get_type_hints(type(config))[name], key)})
+
+
+def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
+    """What the attention of a model can be built with."""
+    if is_flow(model.attention):
+        return {}
+    from .. import baselines  # here, since most runs need none of them
+
+    return baselines.options(model.attention)
 
 
 def _parse_like(text: str, value: Any, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""The paper's numbers, to stand beside ours: accuracies in percent, perplexity, normalised returns."""
+"""The paper's numbers, to stand beside ours: accuracies in percent, perplexity, normalised returns, speeds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,23 @@ _LRA_SCORES = {
     "bigbird": (36.05, 64.02, 59.29, 40.83, 74.87),
     "cosformer": (37.90, 63.41, 61.36, 43.17, 70.33),
     "flow": (38.70, 64.29, 62.24, 43.20, 73.95),
+}
+OOM = "OOM"
+# steps per second of inference, then of training, at 1K to 4K tokens
+_LRA_SPEED: dict[str, tuple[float | str, ...]] = {
+    "softmax": (81.83, 25.26, OOM, OOM, 22.12, 7.50, OOM, OOM),
+    "local": (98.28, 96.51, 94.60, 95.60, 46.75, 43.05, 35.42, 30.34),
+    "linear": (97.33, 96.14, 94.03, 93.69, 48.66, 48.78, 41.66, 35.44),
+    "reformer": (60.92, 60.30, 39.37, 26.98, 46.07, 22.93, 14.34, 9.56),
+    "sparse": (78.30, 23.33, OOM, OOM, 21.74, 7.30, OOM, OOM),
+    "sinkhorn": (91.42, 92.21, 92.72, 80.67, 45.93, 36.21, 28.11, 23.83),
+    "linformer": (96.56, 96.84, 94.74, 93.59, 45.57, 44.11, 37.28, 31.58),
+    "performer": (99.60, 96.80, 96.52, 96.42, 47.34, 48.30, 41.00, 36.14),
+    "synthesizer": (65.44, OOM, OOM, OOM, 5.16, OOM, OOM, OOM),
+    "longformer": (73.56, OOM, OOM, OOM, 13.09, OOM, OOM, OOM),
+    "bigbird": (82.50, 54.12, 37.83, 29.34, 27.34, 16.95, 12.00, 9.33),
+    "cosformer": (96.46, 95.58, 95.19, 94.69, 46.50, 45.24, 39.49, 35.09),
+    "flow": (98.83, 96.21, 95.65, 95.82, 49.76, 47.18, 41.93, 36.79),
 }
 _WIKITEXT = {
     "softmax": 33.0,
@@ -56,6 +73,20 @@ _UEA = {
     "SpokenArabicDigits": (98.4, 98.0, 97.0, 94.4, 98.4, 98.9, 98.4, 98.8, 98.8),
     "UWaveGestureLibrary": (85.6, 85.0, 85.6, 87.5, 85.3, 88.4, 85.6, 85.0, 86.6),
 }
+# the rivals without attention, see `rivals`
+_UEA_RIVALS = ["dtw", "xgboost", "rocket", "lstm", "tcn"]
+_UEA_RIVAL_SCORES = {
+    "EthanolConcentration": (32.3, 43.7, 45.2, 32.3, 28.9),
+    "FaceDetection": (52.9, 63.3, 64.7, 57.7, 52.8),
+    "Handwriting": (28.6, 15.8, 58.8, 15.2, 53.3),
+    "Heartbeat": (71.7, 73.2, 75.6, 72.2, 75.6),
+    "JapaneseVowels": (94.9, 86.5, 96.2, 79.7, 98.9),
+    "PEMS-SF": (71.1, 98.3, 75.1, 39.9, 68.8),
+    "SelfRegulationSCP1": (77.7, 84.6, 90.8, 68.9, 84.6),
+    "SelfRegulationSCP2": (53.9, 48.9, 53.3, 46.6, 55.6),
+    "SpokenArabicDigits": (96.3, 69.6, 71.2, 31.9, 95.6),
+    "UWaveGestureLibrary": (90.3, 75.9, 94.4, 41.2, 88.4),
+}
 _D4RL_ATTENTIONS = ["softmax", "linear", "reformer", "performer", "cosformer", "flow"]
 _D4RL = {
     "halfcheetah-medium-expert": (83.8, 78.2, 81.5, 85.1, 85.5, 90.8),
@@ -68,19 +99,37 @@ _D4RL = {
     "hopper-medium-replay": (79.7, 74.3, 66.1, 64.6, 59.3, 75.5),
     "walker2d-medium-replay": (62.9, 62.1, 50.1, 61.3, 60.5, 62.0),
 }
+_D4RL_RIVALS = ["bc", "awac"]
+_D4RL_RIVAL_SCORES = {
+    "halfcheetah-medium-expert": (55.2, 42.8),
+    "hopper-medium-expert": (52.5, 55.8),
+    "walker2d-medium-expert": (107.5, 74.5),
+    "halfcheetah-medium": (42.6, 43.5),
+    "hopper-medium": (52.9, 57.0),
+    "walker2d-medium": (75.3, 72.4),
+    "halfcheetah-medium-replay": (36.6, 40.5),
+    "hopper-medium-replay": (18.1, 37.2),
+    "walker2d-medium-replay": (26.0, 27.0),
+}
 
 _SCORES: dict[str, dict[str, float]] = {
     **{f"lra/{task}": {name: row[i] for name, row in _LRA_SCORES.items()} for i, task in enumerate(_LRA)},
     "wikitext103": _WIKITEXT,
     "imagenet/hierarchical": _IMAGENET,
     "imagenet/deit-s": _DEIT,
-    **{f"uea/{name}": dict(zip(_UEA_ATTENTIONS, row, strict=True)) for name, row in _UEA.items()},
-    **{f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS, row, strict=True)) for name, row in _D4RL.items()},
+    **{
+        f"uea/{name}": dict(zip(_UEA_ATTENTIONS + _UEA_RIVALS, row + _UEA_RIVAL_SCORES[name], strict=True))
+        for name, row in _UEA.items()
+    },
+    **{
+        f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS + _D4RL_RIVALS, row + _D4RL_RIVAL_SCORES[name], strict=True))
+        for name, row in _D4RL.items()
+    },
 }
 
 
 def paper_score(recipe: str, attention: str) -> float | None:
-    """What the paper prints for a recipe and an attention; None where it prints nothing.
+    """What the paper prints for a recipe and an attention, or a rival without; None where it prints nothing.
 
     Its Long-Range Arena rivals are not trained by the authors but copied from that benchmark, with other sizes.
 
@@ -88,6 +137,34 @@ def paper_score(recipe: str, attention: str) -> float | None:
     (98.9, None)
     """
     return _SCORES.get(recipe.removesuffix(PUBLISHED), {}).get(attention)
+
+
+def paper_speed(attention: str, mode: str, length: int) -> float | str | None:
+    """Steps per second of the paper's efficiency table, "OOM" where it has that, None where it has nothing.
+
+    It was measured on two RTX 2080 Ti, with a task, batch and model that are not stated: only ratios can be compared.
+
+    Args:
+        mode: "inference" or "training".
+        length: a thousand tokens may be 1000 or 1024.
+
+    >>> [paper_speed(name, "training", 4096) for name in ("flow", "softmax", "rfa")]
+    [36.79, 'OOM', None]
+    """
+    thousands = next((k for k in range(1, 5) if length in (1000 * k, 1024 * k)), None)
+    if attention not in _LRA_SPEED or thousands is None:
+        return None
+    return _LRA_SPEED[attention][("inference", "training").index(mode) * 4 + thousands - 1]
+
+
+def paper_speed_ratio(attention: str, mode: str, length: int) -> float | None:
+    """How many times as fast as the Transformer the paper has an attention; None where one of both has no speed.
+
+    >>> round(paper_speed_ratio("flow", "training", 2048), 2), paper_speed_ratio("flow", "training", 3072)
+    (6.29, None)
+    """
+    speed, softmax = (paper_speed(name, mode, length) for name in (attention, "softmax"))
+    return speed / softmax if isinstance(speed, float) and isinstance(softmax, float) else None
 
 
 def percent(metric: str, value: float) -> str:

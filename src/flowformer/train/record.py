@@ -60,6 +60,8 @@ class RunLog:
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The records of a log, without the half a line that a killed run may leave at its end."""
+    if not (folder / LOG).is_file():
+        raise FileNotFoundError(f"{folder} has no {LOG}; accepted: the folder of a run.")
     records = []
     for line in (folder / LOG).read_text().splitlines():
         try:

@@ -133,6 +133,9 @@ def draw_maps(
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
+    rival = json.loads((run / CONFIG).read_text()).get("rival")
+    if rival is not None:
+        raise NotImplementedError(f"{run} has the scores of {rival}, but no model: fit it again with flowformer rival.")
     config = load(run / CONFIG)
     task = tasks.get(config.task)
     chosen = type(task.build(config))

@@ -1,0 +1,324 @@
+"""The rivals of the reinforcement-learning table: what each learns, and that environments play them all alike."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium
+import h5py
+import minari
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode
+from minari.data_collector import EpisodeBuffer
+from typer.testing import CliRunner
+
+from flowformer import data
+from flowformer.baselines.offline_rl import AWAC, BehaviourCloning, MLPConfig, MLPPolicy, Transitions, policies, policy
+from flowformer.cli import app
+from flowformer.data.offline_rl import Episode, Windows
+from flowformer.integrations.gymnasium import evaluate
+
+CPU = torch.device("cpu")
+TINY = {
+    "bc": {"hidden_dim": 16, "device": "cpu"},
+    "awac": {"hidden_dim": 16, "batch_size": 16, "device": "cpu"},
+    "dt": {"embed_dim": 16, "num_heads": 2, "num_layers": 1, "mlp_dim": 16, "batch_size": 4, "warmup": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log where it runs
+    torch.manual_seed(0)
+
+
+def episodes(state_dim=11, action_dim=3, lengths=(4, 1, 3), ends=(True, True, False)):
+    random = np.random.default_rng(0)
+    return [
+        Episode(
+            random.normal(3, 2, (length, state_dim)),
+            random.uniform(-1, 1, (length, action_dim)),
+            random.normal(size=length),
+            terminated,
+        )
+        for length, terminated in zip(lengths, ends, strict=True)
+    ]
+
+
+def record(folder, terminals, timeouts=()):
+    """A file of D4RL with rewards 0, 1, 2, …, to the last end."""
+    count = max(*terminals, *timeouts) + 1
+    random = np.random.default_rng(0)
+    (folder / "d4rl").mkdir()
+    with h5py.File(folder / "d4rl" / "hopper_medium-v2.hdf5", "w") as file:
+        file["observations"] = random.normal(size=(count, 11)).astype(np.float32)
+        file["actions"] = random.uniform(-1, 1, (count, 3)).astype(np.float32)
+        file["rewards"] = np.arange(count, dtype=np.float32)
+        file["terminals"] = np.isin(np.arange(count), terminals)
+        file["timeouts"] = np.isin(np.arange(count), timeouts)
+
+
+def bandit():
+    """One step in one state: seven of ten actions were -0.5 and brought nothing, three were 0.5 and brought 1."""
+    actions = np.where(np.arange(100) % 10 < 7, -0.5, 0.5)
+    return Windows([Episode(np.zeros((1, 2)), np.full((1, 1), a), np.array([a > 0]), True) for a in actions], 1)
+
+
+def chain():
+    """Two steps, and the action of the first decides whether the second brings 1, whatever is done there."""
+    random = np.random.default_rng(0)
+    recorded = []
+    for i in range(100):
+        first = -0.5 if i % 10 < 7 else 0.5
+        states = np.array([[0.0], [np.sign(first)]])
+        actions = np.array([[first], [random.choice([-0.5, 0.5])]])
+        recorded.append(Episode(states, actions, np.array([0.0, float(first > 0)]), True))
+    return Windows(recorded, 2)
+
+
+def action_in(rival, state):
+    """What a policy does in a state, given as the environment gives it."""
+    standard = torch.tensor((np.asarray(state) - rival.state_mean) / rival.state_std).float()
+    return rival.model.act(torch.zeros(1), standard[None], rival.model.new_rollout(1))[0].item()
+
+
+class TestBehaviourCloning:
+    def test_is_the_mean_of_the_actions_in_a_state(self):
+        rival = policy("bc", bandit(), steps=400, hidden_dim=16, learning_rate=1e-2, device="cpu")
+        assert action_in(rival, [0.0, 0.0]) == pytest.approx(-0.2, abs=0.05)
+
+    def test_is_regression(self):
+        """A policy that can be learnt is learnt, and the loss is the mean squared error."""
+        random = np.random.default_rng(0)
+        states = random.normal(size=(500, 2))
+        windows = Windows([Episode(states, np.tanh(states @ [[1.0], [-0.5]]), np.zeros(500), True)], 5)
+        learner = BehaviourCloning(windows, CPU, hidden_dim=32, batch_size=128, learning_rate=1e-2)
+        before = learner.model(windows.states)
+        torch.manual_seed(1)
+        loss = learner.update()
+        torch.manual_seed(1)
+        rows = torch.randint(500, (128,))
+        torch.testing.assert_close(loss, (before - windows.actions)[rows].square().mean())
+        for _ in range(400):
+            learner.update()
+        assert (learner.model(windows.states) - windows.actions).square().mean() < 2e-3
+
+    def test_size(self):
+        model = BehaviourCloning(Windows(episodes(), 2), CPU).model
+        assert [p.shape for p in model.parameters()][::2] == [(256, 11), (256, 256), (3, 256)]
+
+
+class TestTransitions:
+    def test_next_states_are_of_the_same_episode_and_cut_steps_are_left_out(self):
+        windows = Windows(episodes(), 2)
+        found = Transitions.of(windows)
+        kept = [0, 1, 2, 3, 4, 5, 6]  # the last step of the last episode was cut off
+        torch.testing.assert_close(found.states, windows.states[kept])
+        torch.testing.assert_close(found.actions, windows.actions[kept])
+        torch.testing.assert_close(found.rewards, windows.rewards[kept])
+        assert found.goes_on.tolist() == [1, 1, 1, 0, 0, 1, 1]
+        goes_on = found.goes_on.bool()
+        torch.testing.assert_close(found.next_states[goes_on], windows.states[[1, 2, 3, 6, 7]])
+
+    def test_ends_and_limits_of_d4rl(self, tmp_path):
+        record(tmp_path, terminals=[3, 9], timeouts=[6])
+        windows = data.load("d4rl/hopper-medium", tmp_path).train
+        assert windows.terminated.nonzero()[:, 0].tolist() == [3, 9]
+        assert windows.rewards.tolist() == list(range(10))
+        assert len(Transitions.of(windows).rewards) == 9
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_ends_and_limits_of_minari(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+        buffers = [
+            EpisodeBuffer(
+                id=i,
+                observations=list(np.zeros((3, 2), np.float32)),
+                actions=list(np.zeros((2, 1), np.float32)),
+                rewards=[0.0, 1.0],
+                terminations=[False, ended],
+                truncations=[False, not ended],
+            )
+            for i, ended in enumerate((True, False))
+        ]
+        spaces = {"observation_space": Box(-1, 1, (2,)), "action_space": Box(-1, 1, (1,))}
+        minari.create_dataset_from_buffers("tiny/game-v0", buffers, **spaces)
+        windows = data.load("minari/tiny/game-v0", tmp_path).train
+        assert windows.terminated.tolist() == [False, True, False, False]
+
+    def test_nothing_to_learn_from(self):
+        with pytest.raises(ValueError, match="no step has a next state"):
+            Transitions.of(Windows(episodes(lengths=(1, 1), ends=(False, False)), 2))
+
+
+class TestAWAC:
+    @pytest.fixture
+    def learner(self):
+        learner = AWAC(Windows(episodes(lengths=(40, 20, 9)), 2), CPU, hidden_dim=16, batch_size=8, temperature=0.3)
+        torch.nn.init.normal_(learner.log_std, std=0.5)
+        for parameter in learner.critics.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
+        return learner
+
+    @staticmethod
+    def smaller_value(critics, states, actions):
+        return torch.minimum(*(critic(torch.cat([states, actions], 1))[:, 0] for critic in critics))
+
+    def sampled(self, learner, states, seed):
+        torch.manual_seed(seed)
+        return torch.normal(learner.model(states), learner.log_std.clamp(-6, 0).exp().expand(len(states), -1))
+
+    @torch.no_grad()
+    def test_weights(self, learner):
+        batch = learner.data
+        own = self.sampled(learner, batch.states, 3)
+        torch.manual_seed(3)
+        found = learner.weights(batch)
+        advantage = self.smaller_value(learner.critics, batch.states, batch.actions)
+        advantage = advantage - self.smaller_value(learner.critics, batch.states, own)
+        torch.testing.assert_close(found, torch.exp(advantage / 0.3).clamp(max=100))
+        assert found.min() < 0.5
+        learner.max_weight = 1.5
+        assert learner.weights(batch).max() == 1.5
+
+    @torch.no_grad()
+    def test_actor_loss(self, learner):
+        batch = learner.data
+        torch.manual_seed(3)
+        weights = learner.weights(batch)
+        torch.manual_seed(3)
+        found = learner.actor_loss(batch)
+        std = learner.log_std.clamp(-6, 0).exp()
+        error = (batch.actions - learner.model(batch.states)) / std
+        likelihood = (-0.5 * error**2 - std.log() - 0.5 * np.log(2 * np.pi)).sum(1)
+        torch.testing.assert_close(found, -(weights * likelihood).mean())
+
+    @torch.no_grad()
+    def test_critic_loss(self, learner):
+        batch = learner.data
+        own = self.sampled(learner, batch.next_states, 3)
+        torch.manual_seed(3)
+        found = learner.critic_loss(batch)
+        target = batch.rewards + 0.99 * batch.goes_on * self.smaller_value(learner.slow_critics, batch.next_states, own)
+        pairs = torch.cat([batch.states, batch.actions], 1)
+        errors = [(critic(pairs)[:, 0] - target).square().mean() for critic in learner.critics]
+        torch.testing.assert_close(found, sum(errors) / 2)
+        assert (batch.goes_on == 0).any()
+        # after an end nothing more is to be had
+        changed = torch.where(batch.goes_on[:, None] == 0, 7.0, batch.next_states)
+        torch.manual_seed(3)
+        torch.testing.assert_close(learner.critic_loss(batch._replace(next_states=changed)), found)
+
+    def test_slow_critics_follow(self, learner):
+        before = [parameter.clone() for parameter in learner.slow_critics.parameters()]
+        learner.update()
+        for slow, old, fast in zip(
+            learner.slow_critics.parameters(), before, learner.critics.parameters(), strict=True
+        ):
+            torch.testing.assert_close(slow, 0.995 * old + 0.005 * fast)
+
+    def test_prefers_the_better_of_two_actions(self):
+        options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1}
+        rival = policy("awac", bandit(), steps=300, device="cpu", **options)
+        assert action_in(rival, [0.0, 0.0]) > 0.4
+
+    def test_looks_ahead(self):
+        """What the first action is worth shows a step later only."""
+        options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1, "target_rate": 0.1}
+        rival = policy("awac", chain(), steps=400, device="cpu", **options)
+        assert action_in(rival, [0.0]) > 0.35
+        assert abs(action_in(rival, [1.0])) < 0.35
+
+
+class TestPolicies:
+    def test_names(self):
+        assert policies() == list(TINY)
+        with pytest.raises(ValueError, match=r"unknown policy 'awc' \(did you mean 'awac'\?\); accepted: bc, awac, dt"):
+            policy("awc", bandit())
+        with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+            policy("bc", bandit(), steps=0)
+
+    @pytest.mark.parametrize("name", TINY)
+    def test_plays_the_same_episodes_in_every_autoreset_mode(self, name):
+        rival = policy(name, Windows(episodes(), 2), target_return=100.0, steps=3, **TINY[name])
+        results = []
+        for mode in AutoresetMode:
+            envs = gymnasium.make_vec(
+                "Hopper-v5", num_envs=2, max_episode_steps=25, vector_kwargs={"autoreset_mode": mode}
+            )
+            results.append(evaluate(rival, envs, episodes=5, seed=0))
+            envs.close()
+        for result in results[1:]:
+            np.testing.assert_array_equal(result.lengths, results[0].lengths)
+            np.testing.assert_allclose(result.returns, results[0].returns, rtol=1e-6)
+
+    def test_a_policy_without_memory_is_its_model(self):
+        windows = Windows(episodes(), 2)
+        rival = policy("bc", windows, steps=3, **TINY["bc"])
+        envs = gymnasium.make_vec("Hopper-v5", num_envs=3)
+        rival.reset(envs)
+        observations, _ = envs.reset(seed=0)
+        for ended in ([False] * 3, [True, False, True]):
+            states = (torch.tensor(observations).float() - windows.state_mean) / windows.state_std
+            found = rival.act(observations)
+            np.testing.assert_allclose(found, rival.model(states).detach().numpy(), rtol=1e-4, atol=1e-6)
+            rival.observe(np.ones(3), np.array(ended), np.zeros(3, dtype=bool))
+
+    @pytest.mark.parametrize("name", TINY)
+    def test_same_seed_same_policy(self, name):
+        before = torch.get_rng_state()
+        first, again, other = (
+            policy(name, Windows(episodes(), 2), steps=3, seed=seed, **TINY[name]).model.state_dict()
+            for seed in (0, 0, 1)
+        )
+        assert all(torch.equal(first[key], again[key]) for key in first)
+        assert not all(torch.equal(first[key], other[key]) for key in first)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_decision_transformer_is_ours_with_softmax(self):
+        losses = []
+        rival = policy(
+            "dt", Windows(episodes(), 2), steps=60, report=lambda step, loss: losses.append((step, loss)), **TINY["dt"]
+        )
+        assert (rival.model.config.attention, rival.model.config.window, rival.window) == ("softmax", 2, 2)
+        assert [step for step, _ in losses] == list(range(1, 61))
+        assert sum(loss for _, loss in losses[-10:]) < 0.7 * sum(loss for _, loss in losses[:10])
+
+    def test_saved_policy(self, tmp_path):
+        model = MLPPolicy(MLPConfig(3, 2, hidden_dim=8))
+        model.save_pretrained(tmp_path / "model")
+        states = torch.randn(4, 3)
+        torch.testing.assert_close(MLPPolicy.from_pretrained(tmp_path / "model")(states), model(states))
+
+
+class TestCommand:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        record(tmp_path, terminals=[19, 39, 59])
+        return tmp_path
+
+    @staticmethod
+    def flowformer(*arguments):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    @pytest.mark.parametrize(("name", "published"), [("bc", "52.9"), ("awac", "57.0")])
+    def test_a_run_beside_the_paper(self, folder, name, published):
+        arguments = ("rival", "d4rl/hopper-medium", name, "steps=2", "batch_size=8", "--data", folder)
+        result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
+        assert (result["attention"], result["metric"], result["steps"]) == (name, "score", 2)
+        assert np.isfinite(result["final"]["score"])
+        table = self.flowformer("results", folder / "run")
+        assert f"| d4rl/hopper-medium | {name} | 0 | score |" in table
+        assert f"| {published} |" in table
+
+    def test_decision_transformer_is_the_recipe(self, folder):
+        options = ("steps=1", "embed_dim=16", "num_heads=2", "mlp_dim=16", "num_layers=1", "episodes=1", "workers=0")
+        arguments = ("rival", "d4rl/hopper-medium", "dt", *options, "--seed", 2, "--data", folder)
+        result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
+        assert (result["attention"], result["seed"], result["steps"]) == ("softmax", 2, 1)
+        assert (folder / "run" / "final" / "model.safetensors").is_file()
