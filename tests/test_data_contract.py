@@ -48,9 +48,31 @@ class TestNames:
         with pytest.raises(TypeError, match="lenght"):
             data.load("enwik8", tmp_path, lenght=3)
 
+    def test_a_set_of_the_archive_that_the_paper_does_not_have_may_be_a_slip(self, tmp_path):
+        with pytest.raises(
+            data.MissingDataError, match=r"JapaneseVowel \(did you mean 'JapaneseVowels'\?\) is missing"
+        ):
+            data.load("uea/JapaneseVowel", tmp_path)
+
     def test_what_is_not_generated_is_not_prepared(self, tmp_path):
         with pytest.raises(ValueError, match="generated, got 'enwik8'"):
             data.prepare("enwik8", tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "options", "message"),
+        [
+            ("lra/listop", {}, "did you mean 'lra/listops'"),
+            ("lra/listops", {"sed": 1}, "has no option 'sed' .did you mean 'seed'"),
+            ("lra/listops", {"images": 1}, "has no option 'images'; accepted: seed, sizes, workers"),
+            ("lra/listops", {"sizes": 3}, "must say how many rows train, val, test have, got 3"),
+            ("lra/listops", {"sizes": {"train": 1, "val": 1, "test": 0}}, "sizes of test must be a positive"),
+            ("lra/pathfinder", {"images": -1}, "images must be a positive whole number, got -1"),
+            ("lra/pathfinder", {"images": 1, "workers": 0}, "workers must be a positive whole number, got 0"),
+        ],
+    )
+    def test_a_wrong_wish_is_explained(self, tmp_path, name, options, message):
+        with pytest.raises(ValueError, match=message):
+            data.prepare(name, tmp_path, **options)
 
 
 class TestComplete:

@@ -59,6 +59,7 @@ class TestOverride:
             ("steps=ten", "steps must be a whole number, got 'ten'"),
             ("compile=yes", "compile must be true or false"),
             ("precision=bf61", "did you mean 'bf16'"),
+            ("parallel=fdsp", "did you mean 'fsdp'"),
             ("schedule.name=cosin", "did you mean 'cosine'"),
             ("variant=cor", "did you mean 'core'"),
             ("name=x", "may be any of optimiser.name, schedule.name"),
@@ -120,6 +121,8 @@ PARAMETERS = {
     "imagenet/hierarchical": 43_311_304,
     "imagenet/deit-s": 22e6,
     "d4rl/hopper-medium": 2.64e6,
+    "d4rl/halfcheetah-medium-replay": 2.64e6,
+    "d4rl/walker2d-medium-expert": 2.64e6,
 }
 
 
@@ -148,6 +151,32 @@ class TestRecipes:
             model = tasks.get(config.task).build(config)
         exact = isinstance(count, int)
         assert model.num_parameters() == pytest.approx(count, rel=0 if exact else 5e-3)
+
+    @pytest.mark.parametrize(
+        ("name", "features", "length", "classes"),
+        [
+            ("EthanolConcentration", 3, 1751, 4),
+            ("FaceDetection", 144, 62, 2),
+            ("Handwriting", 3, 152, 26),
+            ("Heartbeat", 61, 405, 2),
+            ("JapaneseVowels", 12, 29, 9),
+            ("PEMS-SF", 963, 144, 7),
+            ("SelfRegulationSCP1", 6, 896, 2),
+            ("SelfRegulationSCP2", 7, 1152, 2),
+            ("SpokenArabicDigits", 13, 93, 10),
+            ("UWaveGestureLibrary", 3, 315, 8),
+        ],
+    )
+    def test_has_the_parameters_that_the_time_series_code_describes(self, name, features, length, classes):
+        """No count is published: width 512, two layers of four projections and two 1 × 1 convolutions, LayerNorms,
+        learned positions, and a linear head over all steps."""
+        norm = 2 * 512
+        layer = 4 * (512 * 512 + 512) + (512 * 2048 + 2048) + (2048 * 512 + 512) + 2 * norm
+        expected = (features * 512 + 512) + length * 512 + 2 * layer + norm + (length * 512 * classes + classes)
+        config = recipes.get(f"uea/{name}")
+        with torch.device("meta"):
+            model = tasks.get(config.task).build(config)
+        assert model.num_parameters() == expected
 
     @pytest.mark.parametrize("name", ["lra/listops", "lra/text", "lra/retrieval", "uea/Heartbeat"])
     def test_published_lets_padding_take_part(self, name):

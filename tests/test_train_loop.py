@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,14 @@ import torch
 
 from flowformer.data import DataInfo, Splits
 from flowformer.data.splits import Columns
-from flowformer.models import ClassifierConfig, DecisionConfig, LMConfig, TimeSeriesConfig, VisionConfig
+from flowformer.models import (
+    ClassifierConfig,
+    DecisionConfig,
+    FlowformerTimeSeries,
+    LMConfig,
+    TimeSeriesConfig,
+    VisionConfig,
+)
 from flowformer.train import checkpoints, loop, record
 from flowformer.train.config import Optimiser, Schedule, TrainConfig
 from flowformer.train.loop import Interrupted, train
@@ -184,6 +192,21 @@ class TestResume:
         train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
         assert losses(tmp_path / "run") == losses(finished[0])
 
+    def test_ctrl_c_spares_the_workers(self, tmp_path):
+        """A terminal sends it to them too, and the update that is on its way needs them."""
+
+        def interrupt(event):
+            if event["kind"] == "step" and event["step"] == 2:
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, signal.SIGINT)
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            train(replace(CONFIG, steps=12, workers=1), tmp_path / "run", splits=SERIES, report=interrupt)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert len(losses(tmp_path / "run")) == 12
+
     def test_with_another_config_is_refused(self, tmp_path):
         with pytest.raises(StopError):
             train(CONFIG, tmp_path / "run", splits=SERIES, report=stop_after(6))
@@ -209,6 +232,10 @@ class TestResume:
         monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
         with pytest.raises(RuntimeError, match=r"random numbers .* could not be restored"):
             train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
+
+    def test_a_log_that_is_not_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"has no log\.jsonl; accepted: the folder of a run"):
+            record.read_log(tmp_path)
 
     def test_keeps_the_newest_checkpoints_only(self, finished):
         names = sorted(path.name for path in (finished[0] / "checkpoints").iterdir())
@@ -263,20 +290,6 @@ class TestSplitting:
         assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
         assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
 
-    def test_two_processes(self, tmp_path):
-        """With uneven shares of the evaluation, too: 24 examples in batches of 5."""
-        changes = "steps=6, eval_batch_size=5, model=replace(CONFIG.model, dropout=0.0)"
-        command = program(tmp_path, changes)
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command[1:]]
-        subprocess.run([*launch, str(tmp_path / "two")], check=True, env=environment, timeout=120, capture_output=True)
-        train(replace(self.CONFIG, eval_batch_size=5), tmp_path / "one", splits=SERIES)
-        assert json.loads((tmp_path / "two/provenance.json").read_text())["processes"] == 2
-        assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-        for two, one in zip(evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True):
-            assert two["accuracy"] == one["accuracy"]
-            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-
     def test_a_batch_that_cannot_be_shared(self, tmp_path):
         with pytest.raises(ValueError, match="pass a multiple of 3"):
             train(replace(self.CONFIG, accumulate=3), tmp_path / "run", splits=SERIES)
@@ -285,6 +298,83 @@ class TestSplitting:
         for workers in (0, 2):
             train(replace(CONFIG, steps=3, eval_every=3, workers=workers), tmp_path / str(workers), splits=SERIES)
         assert losses(tmp_path / "0") == losses(tmp_path / "2")
+
+
+# with uneven shares of the evaluation: 24 examples in batches of 5
+PARALLEL = replace(
+    CONFIG, steps=6, eval_batch_size=5, checkpoint_every=3, model=replace(CONFIG.model, dropout=0.0, num_layers=2)
+)
+DROPOUT = replace(PARALLEL, parallel="fsdp", model=replace(PARALLEL.model, dropout=0.2))
+
+
+def parallel_runs():
+    """What two processes run, and one for comparison: names, configs and data."""
+    cases, model, sizes = random_cases("language")  # 11 words cannot be shared evenly
+    texts = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
+    language = replace(PARALLEL, task="language", model=replace(model, dropout=0.0), select_on="test", steps=3)
+    return {
+        "series": (PARALLEL, SERIES),
+        "accumulated": (replace(PARALLEL, accumulate=2), SERIES),
+        "bf16": (replace(PARALLEL, precision="bf16"), SERIES),
+        "language": (language, texts),
+    }
+
+
+def in_two_processes(folder):
+    for parallel in ("ddp", "fsdp"):
+        for name, (config, splits) in parallel_runs().items():
+            train(replace(config, parallel=parallel), folder / parallel / name, splits=splits)
+    train(DROPOUT, folder / "whole", splits=SERIES)
+    with pytest.raises(StopError):
+        train(DROPOUT, folder / "resumed", splits=SERIES, report=stop_after(4))
+    train(DROPOUT, folder / "resumed", splits=SERIES, resume=True)
+    cases, model, sizes = random_cases("decision")
+    decision = replace(CONFIG, task="decision", model=model, select_on="test", parallel="fsdp")
+    with pytest.raises(NotImplementedError, match="pass parallel=ddp"):
+        train(decision, folder / "decision", splits=Splits(cases, None, cases, DataInfo("tiny", "0", **sizes)))
+
+
+def test_two_processes_compute_what_one_does(tmp_path):
+    """Whole models and sharded ones; one test, since two processes take long to start."""
+    here = os.path.dirname(__file__)
+    (tmp_path / "program.py").write_text(
+        f"import sys, pathlib\nsys.path.insert(0, {here!r})\n"
+        f"import test_train_loop\ntest_train_loop.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "program.py")], env=environment, timeout=240, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+
+    for name, (config, splits) in parallel_runs().items():
+        alone = tmp_path / "one" / name
+        train(config, alone, splits=splits)
+        for parallel in ("ddp", "fsdp"):
+            folder, rel = tmp_path / parallel / name, 1e-2 if name == "bf16" else 1e-5
+            assert json.loads((folder / "provenance.json").read_text())["processes"] == 2
+            assert losses(folder) == pytest.approx(losses(alone), rel=rel), folder
+            for ours, theirs in zip(evaluations(folder), evaluations(alone), strict=True):
+                assert ours["loss"] == pytest.approx(theirs["loss"], rel=10 * rel), folder
+                assert ours.get("accuracy") == theirs.get("accuracy"), folder
+
+    expected = FlowformerTimeSeries.from_pretrained(tmp_path / "one/series/final").state_dict()
+    for parallel in ("ddp", "fsdp"):
+        model = FlowformerTimeSeries.from_pretrained(tmp_path / parallel / "series/final")
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5)
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert len(list(whole.glob("checkpoints/step-*/pytorch_model_fsdp_0/*.distcp"))) == 4, "two shards, two checkpoints"
+    assert losses(resumed) == losses(whole)
+    assert evaluations(resumed) == evaluations(whole)
+
+
+def test_sharding_among_one_process_is_nothing(tmp_path):
+    for parallel in ("ddp", "fsdp"):
+        train(replace(CONFIG, steps=2, parallel=parallel), tmp_path / parallel, splits=SERIES)
+    assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -393,6 +483,35 @@ def test_every_task_overfits_a_batch(tmp_path, monkeypatch, task, attention):
     assert result["final"][result["metric"]] > 0
 
 
+def test_compiled_computes_the_same(tmp_path, monkeypatch):
+    """All of the compiler but its last part, which takes minutes on a CPU."""
+    compile, graphs = torch.nn.Module.compile, []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile(module, backend=count))
+    torch._dynamo.reset()
+    config = replace(TestSplitting.CONFIG, steps=4, eval_every=4)
+    for compiled in (False, True):
+        assert not graphs
+        train(replace(config, compile=compiled), tmp_path / str(compiled), splits=SERIES)
+    assert graphs
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-5)
+
+
+def test_half_precision_is_close_or_refused(finished, tmp_path):
+    train(replace(CONFIG, steps=4, precision="bf16", schedule=Schedule()), tmp_path / "bf16", splits=SERIES)
+    train(replace(CONFIG, steps=4, schedule=Schedule()), tmp_path / "float32", splits=SERIES)
+    close = losses(tmp_path / "float32")
+    assert losses(tmp_path / "bf16") == pytest.approx(close, rel=2e-2)
+    assert losses(tmp_path / "bf16") != pytest.approx(close, rel=1e-6), "it was in another precision"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU; on a CPU, pass precision=bf16"):
+            train(replace(CONFIG, precision="fp16"), tmp_path / "fp16", splits=SERIES)
+
+
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "tf32"}, {"pad_full": True}])
 def test_other_ways_to_compute_learn_too(tmp_path, changes):
     train(replace(CONFIG, steps=12, eval_every=12, **changes), tmp_path / "run", splits=SERIES)
@@ -410,6 +529,28 @@ def test_mixed_images_have_soft_labels(tmp_path):
     before = cases.columns["image"].clone()
     assert torch.equal(cases.columns["image"], before)
     assert all(loss < 2 for loss in losses(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("task", ["tokens", "language"])
+def test_scores_do_not_depend_on_how_examples_are_batched(tmp_path, task):
+    cases, model, sizes = random_cases(task)
+    splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
+    config = replace(CONFIG, task=task, model=model, steps=1, select_on="test")
+    scores = [train(replace(config, eval_batch_size=n), tmp_path / str(n), splits=splits)["final"] for n in (8, 3, 1)]
+    for other in scores[1:]:
+        assert other == pytest.approx(scores[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["tokens", "language"])
+def test_nan_is_not_left_out_of_a_score(task):
+    metrics = loop.tasks.get(task).metrics(replace(CONFIG, model=random_cases(task)[1]))
+    if task == "tokens":
+        batch = {"label": torch.tensor([0, 1])}
+        predicted = torch.tensor([[0.0, torch.nan], [0.0, 1.0]])
+    else:
+        batch, predicted = {"tokens": torch.tensor([[1, 2, 3]])}, torch.tensor(torch.nan)
+    loop.tasks.get(task).update(metrics, predicted, batch)
+    assert metrics["loss"].compute().isnan()
 
 
 def test_language_scores_each_token_once():

@@ -12,6 +12,7 @@ Files are read where they lie, in the layouts in which they are published; see `
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -79,16 +80,23 @@ def prepare(name: str, data_dir: str | os.PathLike[str] | None = None, **options
     """
     from . import listops, lra, pathfinder
 
-    home = lra.release(store.root(data_dir))
-    if name == "lra/listops":
-        listops.generate(home / "listops-1000", **options)
-    elif name == "lra/pathfinder":
-        pathfinder.generate(home / "pathfinder32" / "curv_contour_length_14", **options)
-    else:
+    made: dict[str, tuple[Any, str]] = {
+        "lra/listops": (listops.generate, "listops-1000"),
+        "lra/pathfinder": (pathfinder.generate, "pathfinder32/curv_contour_length_14"),
+    }
+    if name not in made:
         raise ValueError(
-            f'only "lra/listops" and "lra/pathfinder" are generated, got {name!r}. For any other set, load says what '
-            "to download."
+            f"only {' and '.join(made)} are generated, got {name!r}{nearest(name, made)}. For any other set, load says "
+            "what to download."
         )
+    generate, home = made[name]
+    accepted = inspect.getfullargspec(generate).kwonlyargs
+    for option in options:
+        if option not in accepted:
+            raise ValueError(
+                f"{name} has no option {option!r}{nearest(option, accepted)}; accepted: {', '.join(accepted)}."
+            )
+    generate(lra.release(store.root(data_dir)) / home, **options)
 
 
 def _loaders() -> dict[str, Any]:

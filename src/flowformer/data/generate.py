@@ -30,6 +30,11 @@ def claim(home: Path, parameters: Mapping[str, object]) -> None:
     replace(note, wanted.encode())
 
 
+def check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
+
+
 def replace(path: Path, content: bytes) -> None:
     """Writes a file so that it is there as a whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -39,7 +44,9 @@ def replace(path: Path, content: bytes) -> None:
 
 def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None, progress: Progress | None) -> None:
     """Calls make(part) for all parts, in `workers` processes; None takes one for each core."""
-    workers = min(workers or os.cpu_count() or 1, len(parts))
+    workers = workers if workers is not None else os.cpu_count() or 1
+    check_positive("workers", workers)
+    workers = min(workers, len(parts))
     report = progress or (lambda done, total: None)
     if workers <= 1:
         for done, part in enumerate(parts, 1):

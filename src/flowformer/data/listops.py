@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .generate import Progress, claim, replace, run
+from .generate import Progress, check_positive, claim, replace, run
 from .store import DamagedDataError
 
 DIGITS = tuple("0123456789")
@@ -84,7 +84,11 @@ def generate(
         workers: processes; None is one for each core.
         progress: called with the parts done and all parts.
     """
-    sizes = sizes or SIZES
+    sizes = SIZES if sizes is None else sizes
+    if not isinstance(sizes, dict) or set(sizes) != set(SIZES):
+        raise ValueError(f"sizes must say how many rows {', '.join(SIZES)} have, got {sizes!r}.")
+    for part, size in sizes.items():
+        check_positive(f"sizes of {part}", size)
     claim(home, {"seed": seed, **sizes})
     if all((home / f"basic_{part}.tsv").exists() for part in sizes):
         return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import store
-from .generate import Progress, claim, replace, run
+from .generate import Progress, check_positive, claim, replace, run
 
 SIZE = 32
 IMAGES = 200_000
@@ -90,6 +90,7 @@ def generate(
         workers: processes; None is one for each core.
         progress: called with the parts done and all parts.
     """
+    check_positive("images", images)
     claim(home, {"seed": seed, "images": images})
     (home / "metadata").mkdir(exist_ok=True)
     parts = range(-(-images // IMAGES_PER_PART))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 
 class MissingDataError(FileNotFoundError):
     """A data set is not there; the message says what to get, how large it is and where to put it."""
+
+    source: Source
 
 
 class DamagedDataError(ValueError):
@@ -40,14 +43,39 @@ def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
+class _FoundError(Exception):
+    """What a reader looked for is there, and nobody asked to read it."""
+
+
+_looking = ContextVar("looking", default=False)
+
+
 def require(source: Source, *paths: Path) -> None:
     """Raises `MissingDataError` for the first of the paths that does not exist."""
     for path in paths:
         if not path.exists():
-            raise MissingDataError(
+            error = MissingDataError(
                 f"{source.name} is missing: there is no {path}. {source.get} It takes {source.size}. If you have it "
                 "elsewhere, pass data_dir or set FLOWFORMER_DATA to the folder that holds all data sets."
             )
+            error.source = source
+            raise error
+    if _looking.get():
+        raise _FoundError
+
+
+def missing(read: Callable[[], object]) -> Source | None:
+    """Where to get what a reader does not find; None if it is there. Stops before anything is read."""
+    token = _looking.set(True)
+    try:
+        read()
+    except _FoundError:
+        pass
+    except MissingDataError as error:
+        return error.source
+    finally:
+        _looking.reset(token)
+    return None
 
 
 def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..ops.variant import nearest
 from . import store
 from .splits import Columns, DataInfo, Splits
 
@@ -77,7 +78,7 @@ def _paths(name: str, folder: Path) -> list[Path]:
         if all((bundled / file).exists() for file in files):
             return [bundled / file for file in files]
     source = store.Source(
-        f"UEA {name}",
+        f"UEA {name}{'' if name in SIZES else nearest(name, SIZES)}",
         f"Download https://www.timeseriesclassification.com/aeon-toolkit/{name}.zip and unpack it into {local}.",
         "1 MB to 1 GB",
     )

@@ -7,6 +7,7 @@ checkpoint holds parameters, optimiser, random numbers and that number, and noth
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from accelerate.utils import send_to_device, set_seed  # type: ignore[import-untyped]
+from accelerate.utils import (  # type: ignore[import-untyped]
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    send_to_device,
+    set_seed,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset
 
 from .. import data
 from ..data import Splits
-from ..models.base import FlowModel
 from . import checkpoints, tasks
 from .config import TrainConfig, to_dict
 from .config import load as load_config
@@ -100,10 +106,7 @@ class Trainer:
         resume: bool,
         report: Report,
     ) -> None:
-        # a process may train more than once, each time in another precision
-        AcceleratorState._reset_state()
-        torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-        self.accelerator = Accelerator(mixed_precision=config.precision if config.precision in _AUTOCAST else "no")
+        self.accelerator = _accelerator(config)
         self.folder, self.report = folder, report
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
@@ -121,11 +124,13 @@ class Trainer:
                 f"{config.data} has no validation part. Pass select_on=test; the best evaluation is then labelled as "
                 "chosen on the test set."
             )
+        if self.accelerator.is_fsdp2 and config.task == "decision":
+            raise NotImplementedError("playing needs the whole model, which parallel=fsdp shards; pass parallel=ddp.")
         found = checkpoints.latest(folder / "checkpoints")
         self._check_folder(resume, found)
         set_seed(config.seed)
         objective = tasks.Objective(self.task.build(config), self.task, config)
-        optimiser = _optimiser(objective, config, self.accelerator.device)
+        optimiser = build_optimiser(objective, config, self.accelerator.device)
         if config.compile:
             objective.compile()
         self.objective, self.optimiser = self.accelerator.prepare(objective, optimiser)
@@ -141,7 +146,7 @@ class Trainer:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
         self._loss = torch.tensor(progress.loss, device=self._device)  # its sum stays there until it is logged
-        batches = iter(self._loader(progress.step))
+        batches = iter(self.loader(progress.step))
         final: dict[str, Any] | None = None
         try:
             with _stop_requests() as stop_requested:
@@ -169,7 +174,8 @@ class Trainer:
         """One update from the parts of a batch: the loss is a mean over all of them, in all processes."""
         config, progress, accelerator = self.config, self.progress, self.accelerator
         progress.tokens += sum(self.task.tokens(part) for part in parts)
-        count = sum(self.task.count(part) for part in parts).to(self._device)  # type: ignore[union-attr]
+        # filled on the device: a copy from here would wait for all updates before
+        count = torch.full((), sum(float(self.task.count(part)) for part in parts), device=self._device)
         count = accelerator.reduce(count).clamp_min(1)
         rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
         for group in self.optimiser.param_groups:
@@ -177,7 +183,8 @@ class Trainer:
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             with nullcontext() if last else accelerator.no_sync(self.objective):
-                loss = self.objective(send_to_device(part, self._device, non_blocking=True)) / count
+                with accelerator.autocast():
+                    loss = self.objective(send_to_device(part, self._device, non_blocking=True)) / count
                 # gradients of the processes are averaged, and are to be summed
                 accelerator.backward(loss * accelerator.num_processes)
             self._loss += loss.detach()
@@ -220,7 +227,7 @@ class Trainer:
 
     def _evaluate(self, split: str, **labels: Any) -> dict[str, Any]:
         """The metrics of the model on a split, recorded."""
-        scores = self.task.evaluate(self._model(), self.splits, self.config)
+        scores = self.task.evaluate(self._unwrapped().model, self.splits, self.config)
         if scores is None:
             dataset = getattr(self.splits, split)
             scores = evaluate(
@@ -254,7 +261,7 @@ class Trainer:
             "best": {key: value for key, value in best.items() if key not in plain},
             "best_chosen_on": config.select_on,
             "steps": self.steps,
-            "parameters": self._model().num_parameters(),
+            "parameters": self._unwrapped().model.num_parameters(),
             "training_seconds": round(self.progress.seconds, 2),
             "steps_per_second": round(self.steps / max(self.progress.seconds, 1e-9), 3),
             "peak_memory_mib": round(peak_memory(self._device), 1),
@@ -274,13 +281,14 @@ class Trainer:
 
     def _write_model(self, name: str) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self._model(), options=options)
+        state: dict[str, Any] = get_model_state_dict(self._unwrapped(), options=options)
         if self.accelerator.is_main_process:
             with torch.device("meta"):  # takes no memory, and no random numbers from the run
-                model = self.task.build(self.config)
-            model.load_state_dict(state, assign=True)
+                whole = tasks.Objective(self.task.build(self.config), self.task, self.config)
+            # what was sharded unevenly comes as part of something larger, which would be saved too
+            whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
             aside = self.folder / f".{name}.part"
-            model.save_pretrained(aside)
+            whole.model.save_pretrained(aside)
             (self.folder / name).mkdir(exist_ok=True)
             for path in aside.iterdir():
                 path.replace(self.folder / name / path.name)
@@ -288,11 +296,14 @@ class Trainer:
 
     def _read_model(self, name: str) -> None:
         self.accelerator.wait_for_everyone()
-        state = type(self._model()).from_pretrained(self.folder / name).state_dict()
-        set_model_state_dict(self._model(), state, options=StateDictOptions(full_state_dict=True))
+        model = type(self._unwrapped().model).from_pretrained(self.folder / name)
+        state = tasks.Objective(model, self.task, self.config).state_dict()
+        if self.accelerator.is_fsdp2:
+            self.objective.reshard()  # what belongs to no layer stays together after an evaluation
+        set_model_state_dict(self._unwrapped(), state, options=StateDictOptions(full_state_dict=True))
 
-    def _model(self) -> FlowModel:
-        return self.accelerator.unwrap_model(self.objective).model
+    def _unwrapped(self) -> tasks.Objective:
+        return self.accelerator.unwrap_model(self.objective)
 
     @property
     def _device(self) -> torch.device:
@@ -302,7 +313,8 @@ class Trainer:
     def _cpu(self) -> bool:
         return self._device.type == "cpu"
 
-    def _loader(self, start: int) -> DataLoader:
+    def loader(self, start: int) -> DataLoader:
+        """The batches of this process from an update on."""
         accelerator, dataset = self.accelerator, self.splits.train
         order = Batches(
             _size(dataset),
@@ -317,6 +329,7 @@ class Trainer:
             batch_sampler=order,  # type: ignore[arg-type]
             collate_fn=collate_for(self.config, self.splits),
             num_workers=self.config.workers,
+            worker_init_fn=_leave_interrupts,
             pin_memory=not self._cpu,
             generator=torch.Generator(),  # else making workers would take a random number from the run
         )
@@ -371,13 +384,19 @@ def evaluate(
     # all processes run as often, since a sharded model needs all of them; who has nothing left runs an example again
     shares = [list(batch[process::processes]) or [batch[0]] for batch in batches]
     loader = DataLoader(
-        dataset, batch_sampler=shares, collate_fn=collate, num_workers=config.workers, generator=torch.Generator()
+        dataset,
+        batch_sampler=shares,
+        collate_fn=collate,
+        num_workers=config.workers,
+        worker_init_fn=_leave_interrupts,
+        pin_memory=accelerator.device.type != "cpu",
+        generator=torch.Generator(),
     )
     was_training = objective.training
     objective.eval()
-    with torch.no_grad():
+    with torch.no_grad(), accelerator.autocast():
         for whole, batch in zip(batches, loader, strict=True):
-            batch = send_to_device(batch, accelerator.device)
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
             predicted = objective(batch)
             if process < len(whole):
                 task.update(metrics, predicted, batch)
@@ -385,11 +404,34 @@ def evaluate(
     return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
+def _accelerator(config: TrainConfig) -> Accelerator:
+    """The engine: devices and processes, precision, and who holds which part of the model."""
+    # a process may train more than once, each time in another way
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    plugin = None
+    if config.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # a policy that casts nothing: the precision is autocast's, as with one process
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=MixedPrecisionPolicy()
+        )
+    accelerator = Accelerator(
+        mixed_precision=config.precision if config.precision in _AUTOCAST else "no", fsdp_plugin=plugin
+    )
+    if config.precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("precision fp16 needs a GPU; on a CPU, pass precision=bf16 or float32.")
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # the engine offers to shard on GPUs alone, though all that it calls runs on CPUs too
+        for state in (AcceleratorState, PartialState):
+            state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    return accelerator
+
+
 def _size(dataset: Dataset) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-def _optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     options = config.optimiser
     decayed = [p for p in module.parameters() if options.decay == "all" or p.dim() > 1]
     chosen = {id(p) for p in decayed}
@@ -401,6 +443,11 @@ def _optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> 
     if options.name == "radam":
         return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
     return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)
+
+
+def _leave_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; a worker goes on until the loop, which decides, is done with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from ..data import DataInfo, Splits
@@ -28,10 +28,13 @@ from ..models import (
 )
 from ..models.base import FlowModel
 from ..models.lm import IGNORED
+from ..models.vision import VisionLayer
+from ..nn import FlowDecoderLayer, FlowEncoderLayer
 from ..ops.variant import nearest
 from .config import TrainConfig
 
 Batch = dict[str, Tensor]
+_LAYERS = (FlowEncoderLayer, FlowDecoderLayer, VisionLayer)
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,9 @@ class Classification(Task):
 
     def metrics(self, config: TrainConfig) -> dict[str, Metric]:
         classes = config.model.num_classes  # type: ignore[union-attr]
-        metrics: dict[str, Metric] = {"accuracy": MulticlassAccuracy(classes, average="micro"), "loss": MeanMetric()}
+        metrics: dict[str, Metric] = {"accuracy": _accuracy(classes), "loss": _Mean()}
         if classes > 100:
-            metrics["top5"] = MulticlassAccuracy(classes, top_k=5, average="micro")
+            metrics["top5"] = _accuracy(classes, top_k=5)
         return metrics
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
@@ -139,7 +142,7 @@ class Classification(Task):
         label = batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
-                metric.update(F.cross_entropy(predicted, label, reduction="none"))
+                metric.update(F.cross_entropy(predicted, label, reduction="sum"), len(label))
             else:
                 metric.update(predicted, label)
 
@@ -152,6 +155,11 @@ class Classification(Task):
         return super().tokens(batch)
 
 
+def _accuracy(classes: int, top_k: int = 1) -> Metric:
+    # its check of each batch would wait for the device
+    return MulticlassAccuracy(classes, top_k=top_k, average="micro", validate_args=False)
+
+
 class Language(Task):
     """The next token after each token; perplexity is per token, bits per token is the same in other units."""
 
@@ -162,17 +170,16 @@ class Language(Task):
         return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
 
     def metrics(self, config: TrainConfig) -> dict[str, Metric]:
-        return {"loss": MeanMetric(), "bits": MeanMetric(), "perplexity": _Perplexity()}
+        return {"loss": _Mean(), "bits": _Mean(), "perplexity": _Perplexity()}
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
         return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
 
     def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
         count = self.count(batch)
-        mean = predicted / count.clamp_min(1)
-        metrics["loss"].update(mean, count)
-        metrics["bits"].update(mean / math.log(2), count)
-        metrics["perplexity"].update(mean, count)
+        metrics["loss"].update(predicted, count)
+        metrics["bits"].update(predicted / math.log(2), count)
+        metrics["perplexity"].update(predicted, count)
 
     @staticmethod
     def _targets(batch: Batch) -> Tensor:
@@ -186,7 +193,26 @@ class Language(Task):
         return targets
 
 
-class _Perplexity(MeanMetric):
+class _Mean(Metric):
+    """A sum over a count, of all batches and processes; a NaN stays, and no batch waits until it was looked at."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.zeros(()), "sum")
+
+    def update(self, total: Tensor, count: Tensor | int) -> None:
+        self.total += total
+        self.count += count
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class _Perplexity(_Mean):
     """The exponential of a mean loss."""
 
     def compute(self) -> Tensor:
@@ -269,6 +295,8 @@ class Objective(nn.Module):
     def __init__(self, model: FlowModel, task: Task, config: TrainConfig) -> None:
         super().__init__()
         self.model, self.task, self.config = model, task, config
+        # what the engine shards one by one has this name there
+        self._no_split_modules = sorted({type(part).__name__ for part in model.modules() if isinstance(part, _LAYERS)})
 
     def forward(self, batch: Batch) -> Tensor:
         """In training the sum of the losses, else what the metrics need."""

@@ -1,0 +1,62 @@
+"""The benchmark of the loop: it runs, on data of the published formats, and its numbers fit together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowformer import data
+
+SMALL = ["embed_dim=16", "mlp_dim=16", "batch_size=2", "workers=0"]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_loop", Path(__file__).parents[1] / "benchmarks/loop.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("changes", [[], ["accumulate=2", "precision=bf16", "clip=1"]])
+def test_measures_and_prints(bench, capsys, changes):
+    arguments = ["--synthetic", "--steps", "10", "--warmup", "10", "--json", "--set", "data_options.max_length=64"]
+    rows = bench.main(["lra/text", *arguments, *SMALL, *changes])
+    (printed,) = map(json.loads, capsys.readouterr().out.splitlines())
+    (row,) = rows
+    assert printed["recipe"] == row.recipe == "lra/text"
+    assert row.tokens_per_step == 2 * 64, "nearly every review is longer"
+    assert row.share_in_model == pytest.approx(row.loop_steps_per_second / row.bare_steps_per_second)
+    assert row.tokens_per_second == pytest.approx(row.loop_steps_per_second * row.tokens_per_step)
+    assert min(row.data_batches_per_second, row.bare_memory_mib, row.loop_memory_mib) > 0
+    assert f"{row.share_in_model:.1%} is the model" in bench.show(row)
+
+
+def test_made_up_reviews_are_as_long_as_real_ones(bench, tmp_path):
+    bench.reviews(tmp_path)
+    train = data.load("lra/text", tmp_path, partial=True).train
+    lengths = torch.tensor([float(len(case["tokens"])) for case in train])
+    assert lengths.median() == pytest.approx(970, rel=0.15)
+    assert lengths.mean() == pytest.approx(1250, rel=0.15), "of the real ones, cut at 4000"
+
+
+def test_made_up_expressions_are_the_published_ones(bench, tmp_path):
+    bench.listops(tmp_path)
+    train = data.load("lra/listops", tmp_path, partial=True).train
+    assert len(train) == 1000
+    assert all(500 < len(case["tokens"]) < 2000 for case in train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--warmup", "5"], "multiple of 10, got 5"), (["ptb", "--synthetic"], "knows lra/text, lra/listops, got ptb")],
+)
+def test_a_wrong_wish_is_explained(bench, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
