@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,14 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-# the profiler that counts memory otherwise logs each of its starts
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
 import torch
 import torch.nn.functional as F
+from measure import machine, milliseconds, peak_bytes, percentiles
 from torch import Tensor
 
-from flowformer import FlowVariant, __version__, flow_attention, flow_attention_recurrent
+from flowformer import FlowVariant, flow_attention, flow_attention_recurrent
 from flowformer.ops import reference
 
 KINDS = ("bidirectional", "causal")
@@ -196,43 +191,6 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
                 sys.exit(f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}")
 
 
-def milliseconds(run: Callable[[], None], device: str) -> float:
-    if device == "cuda":
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
-    start_time = time.perf_counter()
-    run()
-    return (time.perf_counter() - start_time) * 1e3
-
-
-def peak_bytes(run: Callable[[], None], device: str) -> int:
-    """The most memory that was held at once above what was held before."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
-def percentiles(times: list[float]) -> tuple[float, float, float]:
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return statistics.median(times), fifths[0], fifths[-1]
-
-
 def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[Row]:
     dtype, device = getattr(torch, options.dtype), options.device
     size = shape.batch * shape.heads * shape.length * dtype.itemsize
@@ -331,21 +289,6 @@ def speedups(rows: list[Row], backend: str) -> str:
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is as fast as {times}"
 
 
-def machine(options) -> dict[str, str]:
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    return {
-        "device": name,
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "flowformer": __version__,
-        "commit": commit or "unknown",
-        "dtype": options.dtype,
-    }
-
-
 def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -372,7 +315,7 @@ def parse(arguments: list[str] | None = None):
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
-    facts = machine(options)
+    facts = machine(options.device, options.dtype)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     rows = []
     for kind in options.kinds:

@@ -1,34 +1,36 @@
-"""The benchmark measures what it says: contestants agree, memory is counted, the table can be written."""
+"""The benchmarks measure what they say: contestants are right, memory is counted and ends, tables can be written."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "attention.py"
+from flowformer import baselines, viz
+from flowformer.baselines import SoftmaxAttention
+from flowformer.cli import app
+from flowformer.train.paper import paper_speed
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_attention", SCRIPT)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import attention as bench
+import lra
+import measure
 
 
 @pytest.fixture
-def field(bench, request):
+def field(request):
     # compiling takes longer than all the rest
     return [each for each in bench.contestants(request.param, ["torch", "reference"]) if "compiled" not in each.name]
 
 
 @pytest.mark.parametrize("field", ["bidirectional", "causal"], indirect=True, ids=str)
-def test_contestants_are_measured_and_written(bench, field, request, tmp_path):
+def test_contestants_are_measured_and_written(field, request, tmp_path):
     kind = request.node.callspec.params["field"]
     options = bench.parse(["--shapes", "B1H2N32d8", "--repeats", "5", "--device", "cpu", "--dtype", "float32"])
     bench.check(kind, field, 2, 8, "cpu", torch.float32)
@@ -37,22 +39,237 @@ def test_contestants_are_measured_and_written(bench, field, request, tmp_path):
     assert all(row.forward_p20 <= row.forward_ms <= row.forward_p80 for row in rows)
     assert "authors eager" in bench.table(rows)
     assert "flow torch is as fast as" in bench.speedups(rows, "torch")
-    bench.write_csv(tmp_path / "times.csv", rows, bench.machine(options))
+    bench.write_csv(tmp_path / "times.csv", rows, measure.machine("cpu", "float32"))
     with (tmp_path / "times.csv").open() as file:
         assert [line["contestant"] for line in csv.DictReader(file)] == [row.contestant for row in rows]
 
 
 @pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
-def test_a_wrong_contestant_stops_the_run(bench, field):
+def test_a_wrong_contestant_stops_the_run(field):
     wrong = bench.Contestant("wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
     with pytest.raises(SystemExit, match="wrong, bidirectional: the result is off by"):
         bench.check("bidirectional", [*field, wrong], 2, 8, "cpu", torch.float32)
 
 
-def test_peak_memory_counts_what_is_held_at_once(bench):
-    def run():
-        for _ in range(3):
-            a, b = torch.empty(1000), torch.empty(500)
-            del a, b
+class TestMemory:
+    def test_peak_counts_what_is_held_at_once(self):
+        def run():
+            for _ in range(3):
+                a, b = torch.empty(1000), torch.empty(500)
+                del a, b
 
-    assert bench.peak_bytes(run, "cpu") == 6000
+        assert measure.peak_bytes(run, "cpu") == 6000
+
+    def test_limit_ends_with_its_block(self):
+        with measure.limited_memory("cpu", 0.25):
+            with pytest.raises(RuntimeError) as caught:
+                torch.empty(2**28)
+            assert measure.is_out_of_memory(caught.value)
+            assert torch.empty(2**20).numel() == 2**20
+        assert torch.empty(2**28).numel() == 2**28
+
+    def test_other_errors_are_not_out_of_memory(self):
+        assert measure.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+        assert not measure.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def cheap(*arguments, attentions=("flow", "softmax"), lengths=(64,), batch=4):
+    shape = ["--lengths", *map(str, lengths), "--batch", str(batch), "--seconds", "0.01"]
+    device = ["--device", "cpu", "--dtype", "float32"]
+    return [*shape, *device, "--attentions", *attentions, *map(str, arguments)]
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def broken(monkeypatch, function):
+    """Softmax attention whose result, of the query and the true result, is another."""
+    attend = SoftmaxAttention.attend
+    monkeypatch.setattr(
+        SoftmaxAttention, "attend", lambda self, query, *rest: function(query, attend(self, query, *rest))
+    )
+
+
+class TestLra:
+    def test_from_models_to_a_chart(self, tmp_path, capsys):
+        out, plot = tmp_path / "speed.csv", tmp_path / "speed.png"
+        rows = lra.main(cheap("--out", out, "--plot", plot, lengths=(32, 64)))
+        order = [(length, name, mode) for length in (32, 64) for name in ("softmax", "flow") for mode in lra.MODES]
+        assert [(row.length, row.attention, row.mode) for row in rows] == order, "softmax first, to compare with"
+        assert all(row.p20 <= row.steps_per_second <= row.p80 and row.peak_mib > 0 for row in rows)
+        assert all((row.status, row.largest_batch) == ("ok", 4) for row in rows)
+        for softmax, flow in zip([*rows[:2], *rows[4:6]], [*rows[2:4], *rows[6:]], strict=True):
+            assert softmax.ratio == 1
+            assert flow.ratio == flow.steps_per_second / softmax.steps_per_second
+        written = read(out)
+        assert [float(line["steps_per_second"]) for line in written] == [row.steps_per_second for row in rows]
+        assert all(line[fact] for line in written for fact in ("device", "torch", "commit", "dtype", "threads"))
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        assert "64 tokens" in capsys.readouterr().out
+
+    def test_every_attention_of_the_paper_is_there(self):
+        names = lra.attentions()
+        assert names[0] == "softmax"
+        in_paper = [name for name in ["flow", *baselines.names()] if paper_speed(name, "inference", 1024)]
+        assert len(in_paper) == 13
+        assert set(in_paper) <= set(names)
+        assert "rfa-gate" not in names, "causal only"
+
+    def test_ratios_stand_beside_the_papers(self, monkeypatch):
+        speeds = {"softmax": 2.0, "flow": 6.0, "rfa": 1.0, "synthesizer": 1.0}
+
+        def cells(name, length, options):
+            return [lra.Row(name, length, mode, 2, "ok", steps_per_second=speeds[name]) for mode in lra.MODES]
+
+        monkeypatch.setattr(lra, "cells", cells)
+        rows = list(lra.run(lra.parse(cheap(attentions=speeds, lengths=(1024, 2000, 3072)))))
+        found = {(row.attention, row.mode, row.length): row for row in rows}
+        assert found["flow", "training", 1024].ratio == 3
+        assert found["flow", "training", 1024].paper_ratio == 49.76 / 22.12
+        assert found["flow", "inference", 2000].paper_ratio == 96.21 / 25.26
+        assert found["flow", "inference", 3072].paper_steps_per_second == 95.65
+        assert found["flow", "inference", 3072].paper_ratio is None, "the paper's Transformer has no speed there"
+        assert found["synthesizer", "training", 2000].paper_steps_per_second == "OOM"
+        assert found["synthesizer", "training", 2000].paper_ratio is None
+        assert found["rfa", "training", 1024].paper_steps_per_second is None
+        line = next(line for line in lra.table(rows).splitlines() if line.startswith("synthesizer"))
+        assert line.split() == ["synthesizer", "1.00", "0.50", "0.80", "1.00", "0.50", "OOM", "1.00", "0.50", "OOM"]
+
+    def test_out_of_memory_is_marked_and_the_run_goes_on(self, monkeypatch, tmp_path, capsys):
+        def fits_four(query, result):
+            if len(query) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return result
+
+        broken(monkeypatch, fits_four)
+        out = tmp_path / "speed.csv"
+        softmax, _, flow, _ = lra.main(cheap("--out", out, "--plot", tmp_path / "speed.png", batch=8))
+        assert (softmax.status, softmax.batch, softmax.largest_batch, softmax.steps_per_second) == ("OOM", 8, 4, None)
+        assert (flow.status, flow.ratio) == ("ok", None), "nothing to compare with"
+        assert [line["status"] for line in read(out)] == ["OOM", "OOM", "ok", "ok"]
+        assert "OOM   (B4)" in capsys.readouterr().out
+
+    def test_memory_really_ends_at_the_limit(self, monkeypatch):
+        def hungry(query, result):
+            torch.empty(len(query) * 2**26)  # 256 MiB a sequence, never touched
+            return result
+
+        broken(monkeypatch, hungry)
+        rows = lra.main(cheap("--memory-limit", "0.4", attentions=["softmax"]))
+        assert [(row.status, row.largest_batch) for row in rows] == [("OOM", 1), ("OOM", 1)]
+
+    @pytest.mark.parametrize(
+        ("what", "wrong"),
+        [
+            ("scores", lambda result: 1.1 * result),
+            ("gradients", lambda result: result + 0.5 * (result - result.detach())),
+        ],
+    )
+    def test_a_wrong_attention_is_left_out(self, monkeypatch, tmp_path, capsys, what, wrong):
+        broken(monkeypatch, lambda query, result: result if query.dtype == torch.float64 else wrong(result))
+        with pytest.raises(SystemExit, match=f"softmax: the {what} are off by"):
+            lra.main(cheap("--out", tmp_path / "speed.csv"))
+        assert f"softmax is left out: the {what}" in capsys.readouterr().err
+        assert [line["attention"] for line in read(tmp_path / "speed.csv")] == ["flow", "flow"]
+
+    def test_a_failure_costs_one_cell(self, monkeypatch, tmp_path):
+        def fails_at_64(query, result):
+            if query.shape[2] == 65:
+                raise ValueError("no kernel\nfor this")
+            return result
+
+        broken(monkeypatch, fails_at_64)
+        with pytest.raises(SystemExit, match="softmax: failed: ValueError: no kernel for this"):
+            lra.main(cheap("--out", tmp_path / "speed.csv"))
+        failed, _, flow, _ = read(tmp_path / "speed.csv")
+        assert (failed["status"], failed["largest_batch"]) == ("failed: ValueError: no kernel for this", "")
+        assert flow["status"] == "ok"
+
+    def test_rows_are_there_before_the_next_is_measured(self, monkeypatch, tmp_path):
+        out, cells, seen = tmp_path / "speed.csv", lra.cells, []
+
+        def watched(name, length, options):
+            seen.append([line["attention"] for line in read(out)])
+            return cells(name, length, options)
+
+        monkeypatch.setattr(lra, "cells", watched)
+        monkeypatch.setattr(lra, "check", lambda name, options: None)
+        lra.main(cheap("--out", out))
+        assert seen == [[], ["softmax", "softmax"]]
+
+    def test_training_trains(self):
+        options = lra.parse(cheap())
+        model = lra.build("linear", 32, options).eval()
+        before = [p.clone() for p in model.parameters()]
+        steps, batch = lra.steps(model, options), lra.batch(2, 32, "cpu")
+        steps["inference"](*batch)
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        steps["training"](*batch)
+        assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert all(p.grad is None for p in model.parameters()), "else the next step holds them from its beginning"
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def flowformer(self, monkeypatch):
+        monkeypatch.setattr(sys, "argv", list(sys.argv))
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        return lambda *arguments: CliRunner().invoke(app, ["bench", *arguments])
+
+    def test_lists_the_benchmarks(self, flowformer):
+        output = flowformer().output
+        assert "attention" in output
+        assert "lra" in output
+        assert "'lra'" in flowformer("lar").output, "the nearest"
+
+    @pytest.mark.parametrize(("name", "option"), [("attention", "--shapes"), ("lra", "--memory-limit")])
+    def test_options_go_to_the_script(self, flowformer, name, option):
+        assert option in flowformer(name, "--help").output
+
+    def test_json(self, flowformer):
+        result = json.loads(flowformer("lra", "--json", *cheap(attentions=["flow"])).stdout)
+        assert result["machine"]["dtype"] == "float32"
+        assert [row["mode"] for row in result["rows"]] == list(lra.MODES)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--attentions", "sofmax"], "did you mean 'softmax'"),
+            (["--attentions", "rfa-gate"], "causal only"),
+            (["--plot", "speed.png"], "pass both"),
+            (["--batch", "0"], "must be positive"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, flowformer, arguments, message):
+        result = flowformer("lra", *arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+
+
+class TestBars:
+    CSV = """attention,length,mode,status,steps_per_second,paper_ratio
+softmax,1024,training,ok,10.0,1.0
+flow,1024,training,ok,30.0,2.25
+soft,1024,training,OOM,,
+"""
+
+    def test_speeds_ratios_and_what_has_none(self, tmp_path):
+        (tmp_path / "speed.csv").write_text(self.CSV)
+        (panel,) = viz.speed_figure(tmp_path / "speed.csv").axes
+        assert [bar.get_width() for bar in panel.patches] == [0, 10, 30], "the fastest on top"
+        assert [text.get_text().strip() for text in panel.texts] == ["OOM"]
+        softmax, *diamonds = panel.lines
+        assert list(softmax.get_xdata()) == [10, 10]
+        assert [list(each.get_xdata()) for each in diamonds] == [[10], [22.5]]
+
+    def test_without_rows(self, tmp_path):
+        (tmp_path / "speed.csv").write_text(self.CSV.partition("\n")[0] + "\n")
+        with pytest.raises(ValueError, match="has no rows"):
+            viz.speed_figure(tmp_path / "speed.csv")
+
+    def test_the_other_benchmark_has_curves(self, tmp_path):
+        (tmp_path / "times.csv").write_text("kind,shape,contestant,both_ms\ncausal,B1H2N512d64,ours,2.0\n")
+        (panel,) = viz.speed_figure(tmp_path / "times.csv").axes
+        assert panel.get_title() == "causal"

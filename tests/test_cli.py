@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flowformer import viz
 from flowformer.cli import app
-from flowformer.train import demo, paper, recipes
+from flowformer.train import demo, paper, recipes, rivals
+from flowformer.train.config import override
 from flowformer.train.recipes import names
 
 TINY = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1", "steps=4", "eval_every=2"]
@@ -100,6 +103,7 @@ class TestAfterwards:
         assert float(row["final"]) == pytest.approx(100 * result["final"]["accuracy"], abs=0.01)
         assert all(row[name] for name in ("checksum", "device", "commit", "command", "training_seconds"))
         assert "| uea/JapaneseVowels | flow | 0 | accuracy |" in output
+        assert json.loads(flowformer("results", folder.parent, "--json"))[0]["final"] == row["final"]
         assert "no finished run" in flowformer("results", tmp_path / "results", fails=True)
 
 
@@ -112,7 +116,15 @@ class TestLists:
         assert "released code cuts reviews at 1000 bytes" in shown
 
     def test_data(self, tmp_path):
-        assert "uea/JapaneseVowels" in json.loads(flowformer("data", "list", "--json"))["names"]
+        listed = json.loads(flowformer("data", "list", "--json", "--data", tmp_path))["sets"]
+        assert listed["uea/JapaneseVowels"] == {"there": True}
+        assert listed["enwik8"]["get"].startswith("Download http")
+        # found, not read: what is in it does not matter
+        (tmp_path / "enwik8").write_text("too short")
+        assert json.loads(flowformer("data", "list", "--json", "--data", tmp_path))["sets"]["enwik8"] == {"there": True}
+        shown = flowformer("data", "list", "--data", tmp_path).splitlines()
+        assert "  enwik8: there" in shown
+        assert any(line.startswith("  ptb: missing, 6 MB. Download") for line in shown)
         facts = json.loads(flowformer("data", "check", "uea/JapaneseVowels", "--json"))
         assert (facts["train"], facts["test"], facts["valid"], facts["num_classes"]) == (270, 370, None, 9)
         assert "is missing" in flowformer("data", "check", "uea/PEMS-SF", "--data", tmp_path, fails=True)
@@ -185,3 +197,24 @@ def test_speed_curves(tmp_path):
     (tmp_path / "empty.csv").write_text("kind,shape,contestant,both_ms\n")
     with pytest.raises(ValueError, match="has no rows"):
         viz.speed_curves(tmp_path / "empty.csv")
+
+
+DOCS = Path(__file__).parent.parent
+COMMANDS = re.findall(
+    r"(?:`|^)flowformer ([a-z][^`\n]*)",
+    "\n".join(map(Path.read_text, [DOCS / "README.md", *DOCS.glob("docs/*.md")])),
+    re.M,
+)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_what_the_documentation_says_is_there(command):
+    """Commands of the README and the docs: each exists, and takes its recipe, its rival and its overrides."""
+    match command.split():
+        case ["train", recipe, *overrides]:
+            override(recipes.get(recipe), overrides)
+        case ["rival", recipe, name, *_] if recipe.islower() or "/" in recipe:
+            rivals.configure(recipe, name, [], seed=0)
+        case words:
+            names = [word for word in words if re.fullmatch("[a-z]+", word)]
+            assert "usage" in flowformer(*names, "--help").lower()

@@ -1,4 +1,4 @@
-"""The command line: `flowformer demo | train | eval | results | plot | recipes | data | bench | env`."""
+"""The command line: `flowformer demo | train | rival | eval | results | plot | recipes | data | bench | env`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="The data sets: what there is, what is missing, what is damaged.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(
+    help="Time the attention beside its rivals, correctness first; options go to the script, which has a --help.",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
 console, errors = Console(), Console(stderr=True)
 
 DataDir = Annotated[
@@ -121,7 +126,8 @@ def train(
     """Train a recipe.
 
     Ctrl-C leaves a checkpoint; the same command with --resume goes on from it, bit for bit. For several GPUs, run
-    [bold]torchrun --nproc-per-node 4 -m flowformer.cli train …[/bold] or [bold]accelerate launch[/bold].
+    [bold]torchrun --nproc-per-node 4 -m flowformer.cli train …[/bold] or [bold]accelerate launch[/bold]; with
+    parallel=fsdp each holds a shard of the model.
     """
     from .train import loop, recipes
     from .train.config import override
@@ -141,6 +147,42 @@ def train(
         print(json.dumps({**result, "folder": str(folder)}))
     elif _is_main():
         _print_result(result, folder)
+
+
+@_command(app, "rival")
+def rival(
+    recipe: Annotated[str, typer.Argument(help="A recipe of time series or reinforcement learning.")],
+    name: Annotated[str, typer.Argument(help="dtw, rocket, xgboost, lstm or tcn; bc, awac or dt.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as n_kernels=1000 or steps=1000.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run; default runs/<recipe>/<config>.")] = None,
+    data: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Fit a rival without attention on the data of a recipe: classical, recurrent, or of reinforcement learning.
+
+    It is recorded like a run of [bold]flowformer train[/bold], which takes the rivals with attention:
+    [bold]flowformer results[/bold] shows both.
+    """
+    from .train import rivals
+    from .train.paper import paper_score, percent
+
+    config = rivals.configure(recipe, name, options or [], seed=seed)
+    folder = out or Path("runs") / config.name
+    with _progress(as_json) as reporter:
+        result = rivals.run(config, folder, data_dir=data, report=reporter(name))
+    if as_json:
+        print(json.dumps({**result, "folder": str(folder)}))
+        return
+    metric = result["metric"]
+    published = paper_score(recipe, result["attention"])
+    table = Table("", metric, title=f"{recipe}, test")
+    table.add_row(name, percent(metric, result["final"][metric]))
+    table.add_row("paper", "not in it" if published is None else str(published))
+    console.print(table)
+    console.print(f"{result['training_seconds']:.1f} s to fit. Everything is in {folder}.", soft_wrap=True)
 
 
 @_command(app, "eval")
@@ -168,6 +210,7 @@ def evaluate(
 def results(
     runs: Annotated[Path, typer.Argument(help="A folder with runs somewhere below it.")] = Path("runs"),
     out: Annotated[Path | None, typer.Option(help="Write results.csv and results.md into this folder.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Collect finished runs into a table beside the paper's numbers."""
     from .train.results import collect, markdown, write
@@ -177,7 +220,7 @@ def results(
         raise ValueError(f"{runs} has no finished run, which is a folder with a result.json.")
     if out is not None:
         write(rows, out)
-    print(markdown(rows))
+    print(json.dumps(rows) if as_json else markdown(rows))
 
 
 @_command(app, "plot")
@@ -189,14 +232,14 @@ def plot(
     ] = False,
     data: DataDir = None,
 ) -> None:
-    """Draw the training curves of runs, the maps of a run, or the speed curves of a benchmark."""
+    """Draw the training curves of runs, the maps of a run, or the speeds of a benchmark."""
     from . import viz
     from .train.record import read_log
     from .train.results import draw_maps
 
     first = runs[0]
     if first.suffix == ".csv":
-        figure, name = viz.speed_curves(first), first.with_suffix(".png")
+        figure, name = viz.speed_figure(first), first.with_suffix(".png")
     elif maps:
         figure, name = draw_maps(first, data_dir=data), first / "maps.png"
     else:
@@ -237,16 +280,23 @@ def list_recipes(
 
 @_command(data_app, "list")
 def data_list(data: DataDir = None, as_json: Json = False) -> None:
-    """List the data sets, where they are looked for, and which are there."""
+    """List the data sets: which are there, and where to get the others."""
     from . import data as sets
 
     root = sets.store.root(data)
+    sources = {name: sets.store.missing(functools.partial(sets.load, name, data)) for name in sets.names()}
     if as_json:
-        print(json.dumps({"folder": str(root), "names": sets.names()}))
+        listed = {
+            name: {"there": True} if source is None else {"there": False, "get": source.get, "size": source.size}
+            for name, source in sources.items()
+        }
+        print(json.dumps({"folder": str(root), "sets": listed}))
         return
     console.print(f"Looked for in {root}; flowformer data check NAME reads one.", soft_wrap=True)
-    for name in sets.names():
-        console.print(f"  {name}", highlight=False)
+    for name, source in sources.items():
+        state = "there" if source is None else f"missing, {source.size}. {source.get}"
+        # whole lines, so that an address can be copied
+        console.print(f"  [bold]{name}[/bold]: {state}", highlight=False, soft_wrap=True)
 
 
 @_command(data_app, "check")
@@ -287,7 +337,10 @@ def data_prepare(
     from . import data as sets
 
     pairs = [override.partition("=") for override in overrides or []]
-    options = {key: json.loads(value) for key, _, value in pairs}
+    try:
+        options = {key: json.loads(value) for key, _, value in pairs}
+    except json.JSONDecodeError:
+        raise ValueError(f"got {' '.join(overrides or [])}; accepted: key=value, such as seed=1 workers=8.") from None
     if not console.is_terminal:
         sets.prepare(name, data, **options)
         return
@@ -297,20 +350,37 @@ def data_prepare(
         sets.prepare(name, data, progress=lambda done, total: bars.update(bar, completed=done, total=total), **options)
 
 
-@_command(
-    app,
-    "bench",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
-def bench(context: typer.Context) -> None:
-    """Time the attention beside its rivals, correctness first; options as of benchmarks/attention.py --help."""
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@_command(bench_app, "attention", context_settings=_PASS_ON)
+def bench_attention(context: typer.Context) -> None:
+    """Flow-Attention beside its authors' formulation and softmax attention: time, memory, and a token's decoding."""
+    _run_benchmark("attention", context.args)
+
+
+@_command(bench_app, "lra", context_settings=_PASS_ON)
+def bench_lra(context: typer.Context) -> None:
+    """The paper's efficiency table: steps per second of one model with every attention, beside the paper's ratios."""
+    _run_benchmark("lra", context.args)
+
+
+@_command(bench_app, "loop", context_settings=_PASS_ON)
+def bench_loop(context: typer.Context) -> None:
+    """How much of a training step is the model: the loop of a recipe beside its bare model on the same batches."""
+    _run_benchmark("loop", context.args)
+
+
+def _run_benchmark(name: str, arguments: list[str]) -> None:
     import runpy
 
-    script = Path(__file__).parents[2] / "benchmarks" / "attention.py"
-    if not script.is_file():
-        raise ValueError("the benchmark is part of a checkout, not of an installed package. Clone the repository.")
-    sys.argv = [str(script), *context.args]
-    runpy.run_path(str(script), run_name="__main__")
+    folder = Path(__file__).parents[2] / "benchmarks"
+    if not folder.is_dir():
+        raise ValueError("the benchmarks are part of a checkout, not of an installed package. Clone the repository.")
+    script = str(folder / f"{name}.py")
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(folder))  # where Python finds what the benchmarks share
+    runpy.run_path(script, run_name="__main__")
 
 
 @_command(app, "env")

@@ -1,4 +1,4 @@
-"""Curves: of training runs over their updates, and of benchmarks over the length."""
+"""Curves of training runs over their updates and of benchmarks over the length; bars of steps per second."""
 
 from __future__ import annotations
 
@@ -59,3 +59,51 @@ def speed_curves(path: Path) -> Figure:
         panel.set(title=kind, xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
         panel.legend(fontsize=8)
     return figure
+
+
+def speed_bars(path: Path) -> Figure:
+    """Steps per second of every attention, from the CSV of `flowformer bench lra`; a panel for each mode and length.
+
+    A dashed line continues softmax attention. A diamond is where the paper's ratio to it puts an attention.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise ValueError(f"{path} has no rows.")
+    modes, lengths, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "length", "attention"))
+    cells = {(row["mode"], row["length"], row["attention"]): row for row in rows}
+
+    def number(mode: str, length: str, name: str, column: str) -> float:
+        return float(cells.get((mode, length, name), {}).get(column) or 0)
+
+    names.sort(key=lambda name: number(modes[-1], lengths[-1], name, "steps_per_second"))
+    size = 1.5 + 2.6 * len(lengths), 0.8 + 0.2 * len(modes) * (2 + len(names))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(modes), len(lengths), squeeze=False, sharey=True)
+    for mode, line in zip(modes, panels, strict=True):
+        for length, panel in zip(lengths, line, strict=True):
+            speeds = [number(mode, length, name, "steps_per_second") for name in names]
+            colours = ["C1" if name == "flow" else "C7" if name == "softmax" else "C0" for name in names]
+            panel.barh(names, speeds, color=colours)
+            softmax = number(mode, length, "softmax", "steps_per_second")
+            if softmax:
+                panel.axvline(softmax, color="C7", linestyle="--", linewidth=1)
+            for i, name in enumerate(names):
+                row = cells.get((mode, length, name))
+                if row is not None and row["status"] != "ok":
+                    panel.text(0, i, f" {row['status'].partition(':')[0]}", va="center", fontsize=7)
+                if softmax and (ratio := number(mode, length, name, "paper_ratio")):
+                    panel.plot(ratio * softmax, i, "kd", markersize=3)
+            panel.set_title(f"{mode}, {int(length):,} tokens", fontsize=9)
+            panel.tick_params(labelsize=8)
+    for panel in panels[-1]:
+        panel.set_xlabel("steps per second", fontsize=8)
+    figure.suptitle("dashed: softmax attention; diamond: where the paper's ratio to it lies", fontsize=9)
+    return figure
+
+
+def speed_figure(path: Path) -> Figure:
+    """The figure of a benchmark's CSV, bars or curves, whichever its columns are for."""
+    with path.open(newline="") as file:
+        columns = next(csv.reader(file), [])
+    return speed_bars(path) if "steps_per_second" in columns else speed_curves(path)

@@ -1,0 +1,131 @@
+"""What the benchmarks share: time, peak memory, a limit on it, and where all that was measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# the profiler that counts memory otherwise logs each of its starts
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+
+from flowformer import __version__
+
+
+def milliseconds(run: Callable[[], None], device: str) -> float:
+    if device == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    start_time = time.perf_counter()
+    run()
+    return (time.perf_counter() - start_time) * 1e3
+
+
+def peak_bytes(run: Callable[[], None], device: str) -> int:
+    """The most memory that was held at once above what was held before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def percentiles(times: list[float]) -> tuple[float, float, float]:
+    """The median, the 20th and the 80th percentile."""
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return statistics.median(times), fifths[0], fifths[-1]
+
+
+@contextmanager
+def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
+    """Within it, tensors that need more raise what `is_out_of_memory` knows, instead of taking the machine down.
+
+    Args:
+        gib: on a CPU, above what the process holds already. None is all there is of a GPU, and four fifths of what is
+            free on a CPU; without Linux a CPU then has no limit.
+    """
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else min(1.0, gib * 2**30 / total))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    elif sys.platform == "linux":
+        import resource
+
+        limit = 0.8 * _kib("/proc/meminfo", "MemAvailable") * 2**10 if gib is None else gib * 2**30
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (_kib("/proc/self/status", "VmData") * 2**10 + int(limit), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    elif gib is None:
+        yield
+    else:
+        raise NotImplementedError(f"memory of a CPU can be limited on Linux only, got a limit of {gib} GiB. Pass none.")
+
+
+def _kib(path: str, name: str) -> int:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path(path).read_text())[1])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    # neither the allocator of the CPU nor cuBLAS has an error class of its own
+    told = any(sign in str(error) for sign in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def machine(device: str, dtype: str) -> dict[str, str]:
+    """Where and with what a benchmark ran, for every row of its table."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "flowformer": __version__,
+        "commit": _commit(),
+        "dtype": dtype,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not there"
+
+
+def _commit() -> str:
+    """With a + if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() or "unknown"
