@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from flowformer import FlowVariant
 from flowformer.ops import reference
@@ -75,3 +76,22 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     """‖value − truth‖ / ‖truth‖ in float64; NaN stays NaN, so that no comparison passes."""
     value, truth = value.double().cpu(), truth.double().cpu()
     return ((value - truth).norm() / truth.norm().clamp_min(1e-300)).item()
+
+
+def randomized(module: nn.Module, std: float) -> nn.Module:
+    """In float64, evaluating. Fresh modules have zero biases, unit norms and tiny scales, which would hide mistakes."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module.double().eval()
+
+
+def allocated(function) -> tuple[int, int]:
+    """The largest and the highest number of bytes that function() holds at once, besides what is there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return max(event.nbytes() for event in events), highest

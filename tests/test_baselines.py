@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_inputs, relative_error, with_gradients
+from helpers import allocated, random_inputs, relative_error, with_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from flowformer import baselines, nn
 from flowformer.models import FlowformerLM, LMConfig
@@ -105,14 +103,15 @@ def peak_bytes(name, is_causal, length, is_training):
     attention = baselines.build(name, num_heads=1, head_dim=8, max_length=length).train(is_training)
     inputs = [x.requires_grad_(is_training) for x in random_inputs(1, 1, length, dim=8, dtype=torch.float32)]
     mask = torch.ones(1, length, dtype=torch.bool)
-    # fused kernels would hide what a pattern takes without them
-    with sdpa_kernel(SDPBackend.MATH), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+
+    def run():
         result = attention(*inputs, is_causal=is_causal, query_mask=mask, key_mask=mask)
         if is_training:
             result.sum().backward()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(accumulate(changes))
+
+    # fused kernels would hide what a pattern takes without them
+    with sdpa_kernel(SDPBackend.MATH):
+        return allocated(run)[1]
 
 
 @pytest.mark.parametrize("is_training", [False, True], ids=["inference", "training"])

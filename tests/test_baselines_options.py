@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_training import losses
 
 from flowformer import baselines, models, nn
 from flowformer.baselines import Mechanism
 from flowformer.data import DataInfo, Splits
 from flowformer.data.splits import Columns
 from flowformer.train import config as configs
-from flowformer.train import recipes, record
+from flowformer.train import recipes
 from flowformer.train.config import Optimiser, TrainConfig, override
 from flowformer.train.loop import train
 
@@ -167,9 +168,6 @@ def test_a_resumed_run_redraws_as_the_whole_one(tmp_path):
     def stop(event):
         if event["kind"] == "step" and event["step"] == 5:
             raise KeyError("stop")
-
-    def losses(folder):
-        return [each["loss"] for each in record.read_log(folder) if each["kind"] == "train"]
 
     train(config, tmp_path / "whole", splits=splits)
     with pytest.raises(KeyError, match="stop"):

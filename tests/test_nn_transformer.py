@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import with_gradients
+from helpers import randomized, with_gradients
 from torch import nn
 
 from flowformer import FlowVariant
@@ -32,20 +32,13 @@ def _seed():
     torch.manual_seed(0)
 
 
-def randomized(module: nn.Module) -> nn.Module:
-    """Fresh modules have zero biases and unit norms, which would hide mistakes."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module.double().eval()
-
-
 def encoder(layers=2, **options) -> FlowEncoder:
-    return randomized(FlowEncoder([FlowEncoderLayer(WIDTH, HEADS, **options) for _ in range(layers)]))
+    return randomized(FlowEncoder([FlowEncoderLayer(WIDTH, HEADS, **options) for _ in range(layers)]), 0.5)
 
 
 def decoder(layers=2, **options) -> FlowDecoder:
     return randomized(
-        FlowDecoder([FlowDecoderLayer(WIDTH, HEADS, **options) for _ in range(layers)], norm=nn.LayerNorm(WIDTH))
+        FlowDecoder([FlowDecoderLayer(WIDTH, HEADS, **options) for _ in range(layers)], norm=nn.LayerNorm(WIDTH)), 0.5
     )
 
 
@@ -64,7 +57,7 @@ def padding(side, lengths, longest):
     ids=["gelu", "relu", "module", "function"],
 )
 def test_feed_forward_by_hand(activation, function):
-    module, x = randomized(FeedForward(WIDTH, 20, activation=activation)), tokens()
+    module, x = randomized(FeedForward(WIDTH, 20, activation=activation), 0.5), tokens()
     inner = function(x @ module.linear1.weight.T + module.linear1.bias)
     torch.testing.assert_close(module(x), inner @ module.linear2.weight.T + module.linear2.bias)
 
@@ -76,7 +69,7 @@ def test_feed_forward_refuses_an_unknown_activation():
 
 @NORMS
 def test_encoder_layer_by_hand(norm_first):
-    layer = randomized(FlowEncoderLayer(WIDTH, HEADS, norm_first=norm_first))
+    layer = randomized(FlowEncoderLayer(WIDTH, HEADS, norm_first=norm_first), 0.5)
     x, mask = tokens(), padding("left", (7, 4), 7)
     if norm_first:
         attended = x + layer.attention(layer.attention_norm(x), key_mask=mask)
@@ -89,7 +82,7 @@ def test_encoder_layer_by_hand(norm_first):
 
 @NORMS
 def test_decoder_layer_by_hand(norm_first):
-    layer = randomized(FlowDecoderLayer(WIDTH, HEADS, memory_dim=MEMORY, norm_first=norm_first))
+    layer = randomized(FlowDecoderLayer(WIDTH, HEADS, memory_dim=MEMORY, norm_first=norm_first), 0.5)
     x, memory = tokens(), tokens(length=4, width=MEMORY)
     mask, memory_mask = padding("right", (7, 3), 7), padding("left", (2, 4), 4)
     if norm_first:
@@ -109,7 +102,7 @@ def test_decoder_layer_by_hand(norm_first):
 @pytest.mark.parametrize("norm", [None, nn.LayerNorm(WIDTH)], ids=["no norm", "norm"])
 def test_a_stack_is_its_layers_and_a_norm(stack, norm):
     kind = FlowEncoderLayer if stack is FlowEncoder else FlowDecoderLayer
-    module, x = randomized(stack([kind(WIDTH, HEADS) for _ in range(2)], norm)), tokens()
+    module, x = randomized(stack([kind(WIDTH, HEADS) for _ in range(2)], norm), 0.5), tokens()
     expected = module.layers[1](module.layers[0](x))
     torch.testing.assert_close(module(x), expected if norm is None else norm(expected))
 
@@ -286,7 +279,7 @@ def test_sinusoids_have_no_parameters():
 
 
 def learned(length=16, width=WIDTH) -> LearnedPositions:
-    return randomized(LearnedPositions(length, width))
+    return randomized(LearnedPositions(length, width), 0.5)
 
 
 @pytest.mark.parametrize("build", [lambda: SinusoidalPositions(WIDTH), learned], ids=["sinusoidal", "learned"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import runpy
@@ -125,8 +126,14 @@ def blocks(*languages):
 class TestReadme:
     @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: re.findall(r"import (\w+)$", code, re.M)[-1])
     def test_code_runs(self, code):
-        """Each block as it stands, pasted into a fresh interpreter."""
-        exec(code, {})
+        """Each block as it stands, pasted into a fresh interpreter, which shows what the last line gives."""
+        tree, namespace = ast.parse(code), {}
+        if isinstance(tree.body[-1], ast.Expr):
+            tree.body[-1] = ast.Assign([ast.Name("shown", ast.Store())], tree.body[-1].value)
+        exec(compile(ast.fix_missing_locations(tree), "README.md", "exec"), namespace)
+        tensors = [x for x in namespace.values() if isinstance(x, torch.Tensor)]
+        assert tensors
+        assert all(x.numel() and x.isfinite().all() for x in tensors)
 
     def test_has_code(self):
         assert len(blocks("python")) >= 3

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import VARIANTS, oracle, random_inputs, with_gradients
-from torch.profiler import ProfilerActivity, profile
+from helpers import VARIANTS, allocated, oracle, random_inputs, with_gradients
 
 from flowformer import FlowState, FlowVariant, flow_attention, flow_attention_recurrent, flow_attention_varlen
 
@@ -263,18 +262,6 @@ def test_nothing_that_was_passed_is_changed(variant):
         assert (cotangent == 1).all()
     assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
     assert all(torch.equal(x, copy) for x, copy in zip(state.pack(), before.pack(), strict=True))
-
-
-def allocated(function):
-    """The largest and the highest number of bytes that function() holds at once, besides what is there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        highest = max(highest, held)
-    return max(event.nbytes() for event in events), highest
 
 
 @KINDS

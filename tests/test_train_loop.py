@@ -14,55 +14,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_training import CONFIG, SERIES, losses, random_cases
 
 from flowformer.data import DataInfo, Splits
-from flowformer.data.splits import Columns
 from flowformer.models import (
-    ClassifierConfig,
-    DecisionConfig,
     FlowformerTimeSeries,
-    LMConfig,
-    TimeSeriesConfig,
-    VisionConfig,
 )
-from flowformer.train import checkpoints, loop, record
-from flowformer.train.config import Optimiser, Schedule, TrainConfig
+from flowformer.train import checkpoints, record
+from flowformer.train.config import Optimiser, Schedule
 from flowformer.train.loop import Interrupted, train
-from flowformer.train.order import Batches, SeededItems, steps_per_epoch
-
-
-def waves(cases, seed):
-    """Series of 8 to 12 steps; the class is the sign of their mean."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(2, (cases,), generator=generator)
-    lengths = torch.randint(8, 13, (cases,), generator=generator).tolist()
-    series = [
-        torch.randn(length, 2, generator=generator) + 2.0 * label - 1
-        for length, label in zip(lengths, labels.tolist(), strict=True)
-    ]
-    return Columns(series=series, label=labels)
-
-
-SERIES = Splits(
-    waves(48, 0), waves(24, 1), waves(24, 2), DataInfo("waves", "0", num_classes=2, num_features=2, max_length=12)
-)
-CONFIG = TrainConfig(
-    recipe="waves",
-    task="series",
-    data="waves",
-    model=TimeSeriesConfig(2, 2, 12, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32),
-    optimiser=Optimiser("radam", lr=2e-2, clip=4.0),
-    schedule=Schedule("cosine", warmup=2),
-    steps=24,
-    batch_size=8,
-    eval_every=6,
-    log_every=1,
-    checkpoint_every=5,
-)
-
-
-def losses(folder):
-    return [each["loss"] for each in record.read_log(folder) if each["kind"] == "train"]
 
 
 def evaluations(folder):
@@ -248,7 +208,7 @@ sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
 from dataclasses import replace
-from test_train_loop import CONFIG, SERIES
+from tiny_training import CONFIG, SERIES
 from flowformer.train.loop import train
 train(replace(CONFIG, {changes}), sys.argv[1], splits=SERIES, resume=True)
 """
@@ -377,112 +337,6 @@ def test_sharding_among_one_process_is_nothing(tmp_path):
     assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
 
 
-class Noisy(torch.utils.data.Dataset):
-    """Random augmentation, from all three sources of random numbers."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        import random
-
-        import numpy as np
-
-        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
-
-
-class TestOrder:
-    def batches(self, start=0, stop=12, process=0, processes=1, **changes):
-        config = replace(CONFIG, **changes)
-        return list(Batches(20, config, start, stop, process, processes))
-
-    def test_an_epoch_sees_every_example_once(self):
-        for first in (0, 3):
-            seen = [i for _, part in self.batches(first, first + 3, drop_last=False) for i in part]
-            assert sorted(seen) == list(range(20))
-        assert steps_per_epoch(20, replace(CONFIG, drop_last=True)) == 2
-        assert steps_per_epoch(3, replace(CONFIG, drop_last=True)) == 1
-
-    def test_epochs_differ(self):
-        assert self.batches(0, 2) != self.batches(2, 4)
-
-    def test_a_later_start_continues(self):
-        assert self.batches(0, 12)[5:] == self.batches(5, 12)
-
-    def test_processes_and_parts_share_each_batch(self):
-        whole = self.batches(0, 4)
-        halves = [self.batches(0, 4, process=p, processes=2, accumulate=2) for p in (0, 1)]
-        for step, (_, batch) in enumerate(whole):
-            parts = [half[2 * step + i] for half in halves for i in range(2)]
-            assert sorted(i for _, part in parts for i in part) == sorted(batch)
-            assert len({number for number, _ in parts}) == 4, "each part has random numbers of its own"
-
-    def test_augmentation_depends_on_the_place_alone(self):
-        items = SeededItems(Noisy(), 0)
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        first = torch.stack(items.__getitems__((3, [1, 2])))
-        assert torch.equal(torch.get_rng_state(), before)
-        torch.rand(5)
-        assert torch.equal(torch.stack(items.__getitems__((3, [1, 2]))), first)
-        assert not torch.isclose(torch.stack(items.__getitems__((4, [1, 2]))), first).any()
-        assert not torch.isclose(torch.stack(SeededItems(Noisy(), 1).__getitems__((3, [1, 2]))), first).any()
-
-
-def random_cases(task):
-    """A tiny dataset of the form of a task, a model for it, and what the data says of itself."""
-    g = torch.Generator().manual_seed(0)
-    label = torch.randint(2, (8,), generator=g)
-    tokens = [torch.randint(1, 11, (n,), generator=g) for n in (9, 12, 7, 12, 5, 12, 12, 8)]
-    small = {"embed_dim": 16, "num_layers": 1, "num_heads": 2}
-    if task == "tokens":
-        model = ClassifierConfig(11, 2, 12, mlp_dim=16, **small)
-        return Columns(tokens=tokens, label=label), model, {"num_classes": 2, "vocab_size": 11, "padding_id": 0}
-    if task == "pairs":
-        model = ClassifierConfig(11, 2, 12, mlp_dim=16, pooling="first", **small)
-        columns = Columns(first=tokens, second=tokens[::-1], label=label)
-        return columns, model, {"num_classes": 2, "vocab_size": 11, "padding_id": 0}
-    if task == "images":
-        model = VisionConfig(16, 2, 3, 2, channels=(8, 16), depths=(1, 1), num_heads=2)
-        return Columns(image=torch.randn(8, 3, 16, 16, generator=g), label=label), model, {"num_classes": 2}
-    if task == "language":
-        model = LMConfig(11, mlp_dim=32, **small)
-        return Columns(tokens=tokens), model, {"vocab_size": 11}
-    model = DecisionConfig(3, 2, mlp_dim=32, window=12, **small)
-    columns = Columns(
-        returns_to_go=torch.randn(8, 12, 1, generator=g),
-        states=torch.randn(8, 12, 3, generator=g),
-        actions=torch.rand(8, 12, 2, generator=g) - 0.5,
-        timesteps=torch.arange(12).expand(8, -1),
-        mask=torch.arange(12) < torch.randint(1, 13, (8, 1), generator=g),
-    )
-    return columns, model, {"num_features": 3, "num_actions": 2}
-
-
-@pytest.mark.parametrize("attention", ["flow", "softmax"])
-@pytest.mark.parametrize("task", ["tokens", "pairs", "images", "language", "decision"])
-def test_every_task_overfits_a_batch(tmp_path, monkeypatch, task, attention):
-    cases, model, sizes = random_cases(task)
-    info = DataInfo("tiny", "0", max_length=12, **sizes)
-    if task == "decision":
-        # what is played is an environment of its own; here only that its score is recorded
-        monkeypatch.setattr(loop.tasks.Decision, "evaluate", lambda self, model, splits, config: {"score": 1.0})
-    config = replace(
-        CONFIG,
-        task=task,
-        model=replace(model, attention=attention, **({"dropout": 0.0} if task != "images" else {"drop_path": 0.0})),
-        optimiser=Optimiser(lr=1e-2, weight_decay=0.01, decay="matrices"),
-        schedule=Schedule(),
-        steps=30,
-        eval_every=30,
-        select_on="test",
-    )
-    result = train(config, tmp_path / "run", splits=Splits(cases, None, cases, info))
-    sequence = losses(tmp_path / "run")
-    assert sequence[-1] < 0.8 * sequence[0]
-    assert result["final"][result["metric"]] > 0
-
-
 def test_compiled_computes_the_same(tmp_path, monkeypatch):
     """All of the compiler but its last part, which takes minutes on a CPU."""
     compile, graphs = torch.nn.Module.compile, []
@@ -517,49 +371,3 @@ def test_other_ways_to_compute_learn_too(tmp_path, changes):
     train(replace(CONFIG, steps=12, eval_every=12, **changes), tmp_path / "run", splits=SERIES)
     sequence = losses(tmp_path / "run")
     assert sum(sequence[-3:]) < sum(sequence[:3])
-
-
-def test_mixed_images_have_soft_labels(tmp_path):
-    cases, model, sizes = random_cases("images")
-    info = DataInfo("tiny", "0", **sizes)
-    config = replace(
-        CONFIG, task="images", model=model, mixup=0.8, cutmix=1.0, label_smoothing=0.1, steps=3, select_on="test"
-    )
-    train(config, tmp_path / "run", splits=Splits(cases, None, cases, info))
-    before = cases.columns["image"].clone()
-    assert torch.equal(cases.columns["image"], before)
-    assert all(loss < 2 for loss in losses(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("task", ["tokens", "language"])
-def test_scores_do_not_depend_on_how_examples_are_batched(tmp_path, task):
-    cases, model, sizes = random_cases(task)
-    splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
-    config = replace(CONFIG, task=task, model=model, steps=1, select_on="test")
-    scores = [train(replace(config, eval_batch_size=n), tmp_path / str(n), splits=splits)["final"] for n in (8, 3, 1)]
-    for other in scores[1:]:
-        assert other == pytest.approx(scores[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("task", ["tokens", "language"])
-def test_nan_is_not_left_out_of_a_score(task):
-    metrics = loop.tasks.get(task).metrics(replace(CONFIG, model=random_cases(task)[1]))
-    if task == "tokens":
-        batch = {"label": torch.tensor([0, 1])}
-        predicted = torch.tensor([[0.0, torch.nan], [0.0, 1.0]])
-    else:
-        batch, predicted = {"tokens": torch.tensor([[1, 2, 3]])}, torch.tensor(torch.nan)
-    loop.tasks.get(task).update(metrics, predicted, batch)
-    assert metrics["loss"].compute().isnan()
-
-
-def test_language_scores_each_token_once():
-    """Cases with context: only what is new counts, and padding does not."""
-    task = loop.tasks.get("language")
-    batch = {
-        "tokens": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]),
-        "mask": torch.tensor([[True] * 4, [True, True, True, False]]),
-        "context": torch.tensor([2, 0]),
-    }
-    assert task._targets(batch).tolist() == [[-100, -100, 4], [6, 7, -100]]
-    assert task.count(batch) == 3
