@@ -44,7 +44,7 @@ def small_chunks(monkeypatch):
 
 
 def _small(config):
-    return kernels.Config(16, *(shape._replace(chunk=16) for shape in config[1:]))
+    return config._replace(chunk=16, tile=16)
 
 
 def segments(monkeypatch, count, rows):

@@ -29,7 +29,6 @@ SHORTEST = 256  # tokens worth a segment of their own
 class Shape(NamedTuple):
     """How one kernel is launched."""
 
-    chunk: int  # tokens that meet in one product
     warps: int
     stages: int
     registers: int | None = None  # at most, for each thread
@@ -38,34 +37,34 @@ class Shape(NamedTuple):
 class Config(NamedTuple):
     """How the kernels of one dtype and head dimension are launched."""
 
+    chunk: int  # tokens that meet in one product
     tile: int  # values, or features, of one program where they are shared out
-    sums: Shape  # the kernels without a product
+    sums: Shape  # the kernels that need φ and little else
     flows: Shape
-    memory: Shape
+    flow_gradient: Shape
     output: Shape
+    value_gradient: Shape
     gradient: Shape
 
 
-def _same(tile: int, *shape) -> Config:
-    return Config(tile, *[Shape(*shape)] * 5)
+def _same(chunk: int, tile: int, *shape) -> Config:
+    return Config(chunk, tile, *[Shape(*shape)] * 6)
 
 
 CONFIGS = {
-    (torch.bfloat16, 64): Config(
-        64, Shape(32, 2, 2), Shape(32, 2, 2), Shape(64, 4, 2), Shape(64, 4, 2, 168), Shape(32, 4, 2)
-    ),
-    (torch.bfloat16, 128): _same(64, 64, 8, 2)._replace(gradient=Shape(32, 8, 1)),
-    (torch.bfloat16, 256): _same(64, 64, 8, 1)._replace(gradient=Shape(32, 8, 1)),
-    (torch.float16, 64): _same(64, 32, 4, 2),
-    (torch.float16, 128): _same(64, 32, 4, 2),
-    (torch.float16, 256): _same(64, 32, 8, 1),
-    (torch.float32, 64): _same(64, 32, 4, 1),
+    (torch.bfloat16, 64): _same(64, 64, 4, 1),
+    (torch.bfloat16, 128): _same(64, 64, 8, 1),
+    (torch.bfloat16, 256): _same(32, 64, 8, 1),
+    (torch.float16, 64): _same(32, 64, 4, 1),
+    (torch.float16, 128): _same(32, 64, 4, 1),
+    (torch.float16, 256): _same(32, 64, 8, 1),
+    (torch.float32, 64): _same(32, 64, 4, 1),
     (torch.float32, 128): _same(32, 32, 4, 1),
     (torch.float32, 256): _same(32, 32, 8, 1),
 }
 
 
-SCALARS = Shape(32, 1, 1)  # for a kernel that reads no features
+SCALARS = Shape(1, 1)  # for a kernel that reads no features
 
 
 def config(query: Tensor, value: Tensor) -> Config:
@@ -150,8 +149,7 @@ class Plan:
         self.rows = heads * (batch if bounds is None else bounds.numel() - 1)
         self.segments = segment_count(self.rows, longest)
         self.config = config(query, value)
-        chunk = max(shape.chunk for shape in self.config[1:])
-        self.size = max(1, triton.cdiv(longest, self.segments * chunk)) * chunk
+        self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
         self.clamp = float("inf") if variant.clamp is None else variant.clamp
         self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, scale
@@ -168,6 +166,8 @@ class Plan:
             "DOT": tl.bfloat16 if half else tl.float32,
         }
         self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
+        # the only segment and tile of a head: its kernels need nothing from others
+        self.alone = self.segments == 1 and self.value_tiles == 1
         # three products of the tensor cores keep what one would lose of a float32
         self.precision = {"PRECISION": "tf32x3" if query.is_cuda else "ieee"}
         self.competition = {"COMPETITION": variant.competition != "none"}
@@ -180,7 +180,7 @@ class Plan:
         if run is not None:
             run(*args)
             return
-        options = {**options, "C": shape.chunk, "STAGES": shape.stages}
+        options = {**options, "C": self.config.chunk, "STAGES": shape.stages}
         settings = {"num_warps": shape.warps, "maxnreg": shape.registers}
         self._compile(kernel, name, (self.rows, self.segments, tiles), args, options, settings)
 
@@ -235,53 +235,49 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
         return result, *ends, *kept
     tensors = query, key, value, mask, bounds, sums, memory, scalars
     plan = _plan(tensors, query, key, value, bounds, longest, scale, variant)
-    flows, starts, logs, memories = kept
+    flows, chunk_sums, logs, memories = kept
     end_sums, end_memory, end_scalars = ends
     rows, segments, plane, shapes = plan.rows, plan.segments, plan.plane, plan.config
     split = segments > 1
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds
     strides = *query.stride()[:3], *key.stride()[:3]
-    flow = *plan.tokens, variant.eps, variant.flow_eps, plan.clamp
-    features = {**plan.features, "BLOCK_D": plan.block_d}
-    products = {**features, **plan.values, **plan.precision, **plan.roles, "BACKWARD": False}
-    partial = conserved = relative = totals = None
+    features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}
+    products = {**features, **plan.values, **plan.competition}
+    partial = conserved = totals = None
     with device_of(query):
         if split:
             partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
-            relative, totals = plan.empty(query, 2, plane), plan.empty(query, rows, segments)
-            args = *inputs, partial, *strides, *plan.tokens
-            plan.launch(causal_forward.sums_kernel, shapes.sums, args, features)
+            totals = plan.empty(query, rows, segments)
+            plan.launch(causal_forward.sums_kernel, shapes.sums, (*inputs, partial, *strides, *plan.tokens), features)
         args = (
-            *inputs, sums, scalars, partial, conserved, relative, flows, plane, starts, logs, end_sums, end_scalars,
-            *strides, *flow,
+            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, logs, totals, end_sums, end_scalars,
+            *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.competition}
-        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, **plan.precision, "SPLIT": split})
+        options = {**features, **plan.competition, "SPLIT": split}
         if split:
-            args = (
-                *inputs, sums, scalars, conserved, relative, flows, plane, starts, totals, end_sums, *strides, *flow,
-            )  # fmt: skip
-            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, options)
+            plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": False}, name="first")
+        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": True})
+        if split:
             increments = torch.empty_like(memories)
             args = (
-                key, value, None, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments, None,
-                *key.stride()[:3], *value.stride()[:3], 0, 0, 0, *plan.tokens, plan.clamp,
+                key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
+                *key.stride()[:3], *value.stride()[:3], *plan.tokens, plan.clamp,
             )  # fmt: skip
-            plan.launch(causal_forward.memory_kernel, shapes.memory, args, products, tiles=plan.value_tiles)
+            plan.launch(causal_forward.memory_kernel, shapes.sums, args, products, tiles=plan.value_tiles)
             plan.scan(increments, memory, memories, end_memory, reverse=False)
         args = (
-            query, key, value, result, None, positions, bounds, scalars, memory, flows, plane, logs, memories,
-            end_memory, None, *strides, *value.stride()[:3], *result.stride()[:3], 0, 0, 0, *plan.tokens, plan.clamp,
+            query, key, value, result, positions, bounds, scalars, memory, flows, plane, logs, memories, end_memory,
+            *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
         )  # fmt: skip
-        products["SPLIT"] = split
-        plan.launch(causal_forward.output_kernel, shapes.output, args, products, tiles=plan.value_tiles)
+        options = {**products, **plan.roles, "SPLIT": split}
+        plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, *ends, *kept
 
 
 def backward(
     grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, bounds, longest, scalars, result, flows,
-    starts, logs, memories, scale, variant: FlowVariant,
+    chunk_sums, logs, memories, scale, variant: FlowVariant,
 ):  # fmt: skip
     """The gradients of query, key and value, and of the state before the first token."""
     query, key, value, grad = (_with_rows(x) for x in (query, key, value, grad))
@@ -306,60 +302,63 @@ def backward(
             start.zero_() if end is None else start.copy_(end)
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start_sums, start_memory, start_scalars
     tensors = query, key, value, mask, bounds, grad, grad_sums, grad_memory, grad_scalars, scalars, result
-    plan = _plan((*tensors, flows, starts, logs, memories), query, key, value, bounds, longest, scale, variant)
+    plan = _plan((*tensors, flows, chunk_sums, logs, memories), query, key, value, bounds, longest, scale, variant)
     rows, segments, plane, tiles, shapes = plan.rows, plan.segments, plan.plane, plan.value_tiles, plan.config
-    chunk, planes = shapes.gradient.chunk, causal_backward.GRAD_PLANES.value
-    grads = plan.empty(query, planes + 2 * tiles, plane)
-    overlap, gain = grads[planes:], grads[planes + tiles :]
-    carried, (conserved, partial) = plan.empty(query, rows, segments), plan.empty(query, 2, rows, segments, 2, dim)
-    vectors = plan.empty(query, rows, segments, plan.size // chunk, 4, dim)
-    increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
+    grads = plan.empty(query, causal_backward.GRAD_PLANES.value + (1 if plan.alone else 2 * tiles), plane)
+    conserved, partial = plan.empty(query, 2, rows, segments, 2, dim)
+    after = torch.empty_like(chunk_sums)
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds, scalars
     strides = *query.stride()[:3], *key.stride()[:3]
-    features, counted = {**plan.features, "BLOCK_D": plan.block_d}, {"TILES": tiles}
-    products = {**plan.values, **plan.precision, **plan.roles}
+    features, counted = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}, {"TILES": tiles}
+    grad_memories = grad_memory
     with device_of(query):
-        args = (
-            query, grad, result, positions, bounds, scalars, flows, plane, None, logs, None, increments, overlap,
-            *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
-        )  # fmt: skip
-        options = {**features, **products, "BACKWARD": True}
-        plan.launch(causal_forward.memory_kernel, shapes.memory, args, options, tiles=tiles)
-        plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
-        args = (
-            key, query, grad, grad_value, value, positions, bounds, scalars, None, flows, plane, logs, grad_memories,
-            None, gain, *key.stride()[:3], *query.stride()[:3], *grad.stride()[:3], *grad_value.stride()[:3],
-            *value.stride()[:3], *plan.tokens, plan.clamp,
-        )  # fmt: skip
-        plan.launch(causal_forward.output_kernel, shapes.output, args, {**options, "SPLIT": True}, tiles=tiles)
-        if plan.roles["COMPETITION"]:
+        if not plan.alone:
+            increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
             args = (
-                bounds, flows, grads, plane, logs, carried, heads, query.shape[2], plan.size, segments, plan.clamp,
+                query, grad, result, positions, bounds, scalars, flows, grads, plane, logs, increments,
+                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
             )  # fmt: skip
-            plan.launch(causal_backward.competition_gradient_kernel, SCALARS, args, counted)
+            options = {**features, **plan.values, "ALLOCATION": plan.roles["ALLOCATION"]}
+            plan.launch(causal_backward.grad_memory_kernel, shapes.sums, args, options, tiles=tiles)
+            plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
+        sources = query, key, value, grad, result, grad_value
         args = (
-            *inputs, grad_scalars, flows, grads, plane, logs, carried, conserved, start_scalars,
-            *strides, *plan.tokens, variant.eps, plan.clamp,
+            *sources, positions, bounds, scalars, grad_scalars, flows, grads, plane, logs, grad_memories, start_memory,
+            start_scalars, *(stride for x in sources for stride in x.stride()[:3]), *plan.tokens, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.roles, **counted}
-        plan.launch(causal_backward.conserved_gradient_kernel, shapes.sums, args, options)
+        options = {**features, **plan.values, **plan.roles, **counted, "ALONE": plan.alone}
+        plan.launch(causal_backward.value_gradient_kernel, shapes.value_gradient, args, options, tiles=tiles)
+        if not plan.alone:
+            carried = plan.empty(query, rows, segments)
+            if plan.roles["COMPETITION"]:
+                args = (
+                    bounds, flows, grads, plane, logs, carried, heads, query.shape[2], plan.size, segments, plan.clamp,
+                )  # fmt: skip
+                options = {**counted, "FAST": plan.features["FAST"]}
+                plan.launch(causal_backward.competition_gradient_kernel, SCALARS, args, options)
+            args = (
+                *inputs, grad_scalars, flows, grads, plane, logs, carried, conserved, start_scalars,
+                *strides, *plan.tokens, variant.eps, plan.clamp,
+            )  # fmt: skip
+            options = {**features, **plan.roles, **counted}
+            plan.launch(causal_backward.conserved_gradient_kernel, shapes.sums, args, options)
         args = (
-            *inputs, grad_sums, flows, grads, plane, conserved, partial, vectors, start_sums,
+            *inputs, grad_sums, flows, grads, plane, conserved, partial, after, start_sums,
             *strides, *plan.tokens, variant.eps,
         )  # fmt: skip
-        shape, options = shapes.flows._replace(chunk=chunk), {**features, **plan.precision, **counted}
-        plan.launch(causal_backward.flow_gradient_kernel, shape, args, options)
-        products |= {**plan.features, **counted, "BLOCK_D": plan.tile_d, "BLOCK_E": plan.block_e}
+        plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, {**features, **counted})
+        whole = plan.feature_tiles == 1
+        products = {**features, **plan.roles, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole}
+        products |= {"E": value_dim, "BLOCK_E": plan.block_e}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):
             args = (
-                *sources, *inputs[2:], grad_sums, flows, grads, plane, logs, starts, states, conserved, partial,
-                vectors, start_sums, *(stride for x in sources for stride in x.stride()[:3]),
+                *sources, *inputs[2:], grad_sums, flows, grads, plane, logs, chunk_sums, states, partial, after,
+                start_sums, *(stride for x in sources for stride in x.stride()[:3]),
                 *plan.tokens, variant.eps, plan.clamp,
             )  # fmt: skip
-            whole = plan.feature_tiles == 1
-            options = {**products, "WHOLE": whole, "REVERSE": bool(reverse)}
+            options = {**products, "REVERSE": reverse}
             if plan.features["DOT"] == tl.bfloat16 and not (whole or reverse):
                 # dQ is a small difference of large terms, which only a program with all features can balance
                 options |= {"DOT": tl.float32, "PRECISION": "tf32"}
@@ -378,15 +377,19 @@ def segment_count(rows, longest):
     return torch.sym_max(1, torch.sym_min(fitting, (longest + SHORTEST - 1) // SHORTEST))
 
 
+def segment_chunks(longest, segments, chunk):
+    return torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk))
+
+
 def empty_outputs(query, value, bounds, longest):
-    """The result, the end state, and the flows, starts, logs and memories of `causal_forward`, uninitialised."""
+    """The result, the end state, and the flows, sums, logs and memories of `causal_forward`, uninitialised."""
     batch, heads, length, dim = query.shape
     sequences = batch if bounds is None else bounds.shape[0] - 1
     rows, segments = sequences * heads, segment_count(sequences * heads, longest)
     ends = empty_parts(query, sequences, value.shape[-1])
     shapes = (
         (causal_parts.PLANES, batch, heads, length),
-        (rows, segments, 4, dim),
+        (rows, segments, segment_chunks(longest, segments, config(query, value).chunk), 4, dim),
         (rows, segments + 1),
         (rows, segments, dim, value.shape[-1]),
     )

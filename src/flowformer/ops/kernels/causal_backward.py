@@ -1,9 +1,12 @@
-"""Kernels of the causal backward pass that are not a forward kernel run from right to left.
+"""Kernels of the causal backward pass.
 
-With o_t = ⟨dR_t, R_t⟩ and w_t = ⟨V_t, dV_t⟩, which those kernels leave per token, and L the running log Σ exp(Ô):
+With o_t = ⟨dR_t, R_t⟩ and w_t = ⟨V_t, dV_t⟩ per token, and L the running log Σ exp(Ô):
     dÎ_t = o_t (1 − α_t),   dÔ_t = w_t − exp(Ô_t − L_t) Z_t,   Z_t = Σ_{s≥t} w_s exp(L_t − L_s)
 L never falls, so no exponent is positive. From dÎ/D and dÔ/D come the gradients of I·D and O·D, and from all four those
 of q and k, as sums over what came before a token and over what comes after it.
+
+Where a head is one segment and one tile, four kernels do it: `value_gradient`, `flow_gradient`, and `gradient` for keys
+and queries. Otherwise dS comes from `grad_memory`, and dÎ and dÔ need `competition_gradient` and `conserved_gradient`.
 
 Shapes are those of `causal_forward.py`; per token also the planes of `grads`.
 """
@@ -13,29 +16,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .causal_forward import load_memory, store_memory
 from .causal_parts import (
     CONSERVED_INCOMING,
     CONSERVED_OUTGOING,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
-    LOG_OUTGOING,
     RUNTIME,
+    beside,
     bounded,
-    exact_dot,
+    halves,
     load_count,
     load_features,
+    load_log_sum,
     load_rows,
     load_vector,
     load_weights,
     locate,
-    log_add,
-    pairs,
     pick,
     place,
-    place_pair,
     store_rows,
     store_vector,
     sum_segments,
+    triangle,
+    within,
 )
 from .features import feature_gradient, sigmoid
 
@@ -53,36 +57,85 @@ def decay(log, later):
     return tl.exp(tl.minimum(log - later, 0.0))
 
 
+@triton.jit
+def load_tiles(at, plane, mask, TILES: tl.constexpr):
+    """The sum of what the programs of several tiles left for a token."""
+    total = tl.zeros(at.shape, tl.float32)
+    for tile in range(TILES):
+        total += tl.load(at + tile * plane, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def earlier(later_log, later_sum, log, sum):
+    """L and Z of the first of two neighbouring runs of tokens, the later one given first."""
+    return log, sum + decay(log, later_log) * later_sum
+
+
+@triton.jit
+def competition_gradient(weight, flow, log, later, log_later, tokens):
+    """dÔ of a chunk before the clamp, and Z and L of its first token, from those after it."""
+    _, sums = tl.associative_scan((log, weight), 0, earlier, reverse=True)
+    sums += decay(log, log_later) * later
+    # a masked token may have any Ô, but the masked are zeroed where the gradient is used
+    gradient = weight - decay(flow, log) * sums
+    return gradient, tl.sum(tl.where(tokens == 0, sums, 0.0), 0), tl.min(log, 0)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def competition_gradient_kernel(
     bounds, flows, grads, plane, logs, carried, heads, length, size, segments, clamp,
-    TILES: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dÔ without what later segments add, and Σ w exp(L_start − L) of each segment, which reaches the earlier ones."""
     batch, head, _, first, last = locate(bounds, heads, length, size)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offset = (batch * heads + head) * length
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
     tokens = tl.arange(0, C)
     log_start = tl.load(logs + row * (segments + 1) + segment)
     later, log_later = 0.0, tl.load(logs + row * (segments + 1) + segment + 1)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
-        rows = first + (chunks - 1 - step) * C + tokens
-        at, inside = offset + rows, rows < last
-        weight = tl.zeros([C], tl.float32)
-        for tile in range(TILES):
-            weight += tl.load(grads + (GRAD_PLANES + TILES + tile) * plane + at, mask=inside, other=0.0)
-        flow = bounded(tl.load(flows + CONSERVED_OUTGOING * plane + at, mask=inside, other=0.0), clamp)
-        log = log_add(log_start, tl.load(flows + LOG_OUTGOING * plane + at, mask=inside, other=0.0))
-        log = tl.where(inside, log, log_later)
-        decays = tl.where(tokens[:, None] <= tokens[None, :], decay(log[:, None], log[None, :]), 0.0)
-        sums = tl.sum(decays * weight[None, :], 1) + decay(log, log_later) * later
-        # a masked token may have any Ô, but the masked are zeroed where the gradient is used
-        gradient = weight - decay(flow, log) * sums
+        base = first + (chunks - 1 - step) * C
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        weight = load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
+        flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0), clamp)
+        log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
+        gradient, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
         # where that of O·D will be: no kernel may write what threads of its own program read
-        tl.store(grads + GRAD_OUTGOING * plane + at, gradient, mask=inside)
-        later, log_later = tl.sum(tl.where(tokens == 0, sums, 0.0), 0), tl.min(log, 0)
+        tl.store(grads_at + GRAD_OUTGOING * plane, gradient, mask=inside)
     tl.store(carried + row * segments + segment, decay(log_start, log_later) * later)
+
+
+@triton.jit
+def load_end(grad_scalars, log_end):
+    """Z after the last token: the logarithm that the state ends with acts as one more token; and what passes by."""
+    later, rest = 0.0, 0.0
+    if grad_scalars is not None:
+        grad_scalars += tl.program_id(0).to(tl.int64) * 3
+        later = -tl.where(log_end > -1e37, tl.load(grad_scalars + 1), 0.0)
+        rest = tl.load(grad_scalars + 2)
+    return later, rest
+
+
+@triton.jit
+def store_start(start_scalars, log_first, later, rest):
+    """The gradient of the scalars that the sequence begins with."""
+    start_scalars += tl.program_id(0).to(tl.int64) * 3
+    tl.store(start_scalars, 0.0)
+    tl.store(start_scalars + 1, tl.where(log_first > -1e37, -later, 0.0))
+    tl.store(start_scalars + 2, rest)
+
+
+@triton.jit
+def incoming_gradient(overlap, at, plane, keep, position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
+    """dÎ/D, 0 where masked."""
+    gradient = tl.zeros(overlap.shape, tl.float32)
+    if ALLOCATION:
+        conserved = tl.load(at + CONSERVED_INCOMING * plane, mask=keep, other=0.0)
+        gradient += tl.where(keep, overlap * sigmoid(-conserved, FAST) / position, 0.0)
+    return gradient
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -92,69 +145,171 @@ def conserved_gradient_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dÎ/D and dÔ/D of each token; Σ (q + ε) dÎ/D and Σ (k + ε) dÔ/D of each segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
-    offset = (batch * heads + head) * length
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
     count = load_count(state_scalars)
-    columns = tl.arange(0, BLOCK_D)
+    columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     logs += row * (segments + 1)
     log_end, log_next = tl.load(logs + segments), tl.load(logs + segment + 1)
-    # the logarithm after the last token acts as one more token
-    grad_log, grad_rest = 0.0, 0.0
-    if grad_scalars is not None:
-        grad_log = tl.where(log_end > -1e37, tl.load(grad_scalars + row * 3 + 1), 0.0)
-        grad_rest = tl.load(grad_scalars + row * 3 + 2)
-    later = -grad_log * decay(log_next, log_end)
+    end, rest = load_end(grad_scalars, log_end)
+    later = end * decay(log_next, log_end)
     for begin in range(segment + 1, segments, 16):
         each = begin + tl.arange(0, 16)
         sums = tl.load(carried + row * segments + each, mask=each < segments, other=0.0)
         later += tl.sum(sums * decay(log_next, tl.load(logs + each, mask=each < segments, other=0.0)), 0)
     if segment == 0:
         log_first = tl.load(logs)
-        reached = tl.load(carried + row * segments) + decay(log_first, log_next) * later
-        if not COMPETITION:
-            reached = -grad_log
-        tl.store(start_scalars + row * 3, 0.0)
-        tl.store(start_scalars + row * 3 + 1, tl.where(log_first > -1e37, -reached, 0.0))
-        tl.store(start_scalars + row * 3 + 2, grad_rest)
-
-    after_key, after_query = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        rows = first + chunk * C + tl.arange(0, C)
-        keep, position = place(positions, batch, length, rows, start, last, count)
-        q = load_features(query, rows, q_token, keep, 0, scale, D, BLOCK_D, MAP, FAST, DOT).to(tl.float32)
-        k = load_features(key, rows, k_token, keep, 0, scale, D, BLOCK_D, MAP, FAST, DOT).to(tl.float32)
-        at, inside = offset + rows, rows < last
-        grad_in, grad_out = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        if ALLOCATION:
-            overlap = tl.zeros([C], tl.float32)
-            for tile in range(TILES):
-                overlap += tl.load(grads + (GRAD_PLANES + tile) * plane + at, mask=keep, other=0.0)
-            conserved = tl.load(flows + CONSERVED_INCOMING * plane + at, mask=keep, other=0.0)
-            grad_in = tl.where(keep, overlap * sigmoid(-conserved, False) / position, 0.0)
+        reached = end
         if COMPETITION:
-            flow = tl.load(flows + CONSERVED_OUTGOING * plane + at, mask=keep, other=0.0)
-            grad_out = tl.load(grads + GRAD_OUTGOING * plane + at, mask=keep, other=0.0)
+            reached = tl.load(carried + row * segments) + decay(log_first, log_next) * later
+        store_start(start_scalars, log_first, reached, rest)
+
+    after_key, after_query = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([BLOCK_D, 16], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+        base = first + chunk * C
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        _, q = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        _, k = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
+        grad_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
+        grad_out = tl.zeros([C], tl.float32)
+        if COMPETITION:
+            flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0)
+            grad_out += tl.load(grads_at + GRAD_OUTGOING * plane, mask=keep, other=0.0)
             grad_out -= decay(bounded(flow, clamp), log_next) * later
             grad_out = tl.where(keep & (tl.abs(flow) <= clamp), grad_out / position, 0.0)
-        tl.store(grads + GRAD_CONSERVED_INCOMING * plane + at, grad_in, mask=inside)
-        tl.store(grads + GRAD_CONSERVED_OUTGOING * plane + at, grad_out, mask=inside)
-        after_key += (q + eps) * grad_in[:, None]
-        after_query += (k + eps) * grad_out[:, None]
+        tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, grad_in, mask=inside)
+        tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, grad_out, mask=inside)
+        none = tl.zeros([C], tl.float32)
+        after_key = tl.dot(tl.trans(q), halves(grad_in, none, DOT), after_key, input_precision=PRECISION)
+        after_query = tl.dot(tl.trans(k), halves(grad_out, none, DOT), after_query, input_precision=PRECISION)
     index = (row * segments + segment) * 2
-    store_vector(partial, index, columns, tl.sum(after_key, 0), D)
-    store_vector(partial, index + 1, columns, tl.sum(after_query, 0), D)
+    store_vector(partial, index, columns, pick(after_key, 0), D)
+    store_vector(partial, index + 1, columns, pick(after_query, 0), D)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def grad_memory_kernel(
+    query, grad, result, positions, bounds, state_scalars, flows, grads, plane, logs, partial,
+    q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
+    heads, shared, length, size, segments, scale, clamp,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    ALLOCATION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ qᵀ α/(I·D) dR of each segment, and ⟨dR, R⟩ of each token."""
+    batch, head, start, first, last = locate(bounds, heads, length, size)
+    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    query += batch * q_batch + head * q_head
+    grad += batch * g_batch + head * g_head
+    result += batch * r_batch + head * r_head
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
+    count, tokens = load_count(state_scalars), tl.arange(0, C)
+    log_start = tl.load(logs + row * (segments + 1) + segment)
+    memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+        base = first + chunk * C
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        at = grads + base + tokens + (GRAD_PLANES + tile) * plane
+        tl.store(at, tl.sum(g * r, 1), mask=tokens < last - base)
+        received, _ = load_weights(
+            flows + base + tokens, plane, keep, position, log_start, clamp, FAST, False, ALLOCATION
+        )
+        memory = tl.dot(tl.trans(q), (g * received[:, None]).to(DOT), memory, input_precision=PRECISION)
+    store_memory(partial + (row * segments + segment) * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def value_gradient_kernel(
+    query, key, value, grad, result, grad_value, positions, bounds, state_scalars, grad_scalars, flows, grads, plane,
+    logs, memories, start_memory, start_scalars,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
+    r_batch, r_head, r_token, dv_batch, dv_head, dv_token,
+    heads, shared, length, size, segments, scale, clamp,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr, ALONE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dV, from right to left with dS, and ⟨V, dV⟩ of each token.
+
+    ALONE, as the only segment and tile of a head, it also has ⟨dR, R⟩ and all that dÎ/D and dÔ/D come from.
+    """
+    batch, head, start, first, last = locate(bounds, heads, length, size)
+    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    query += batch * q_batch + head * q_head
+    key += batch * k_batch + head // shared * k_head
+    value += batch * v_batch + head // shared * v_head
+    grad += batch * g_batch + head * g_head
+    grad_value += batch * dv_batch + head * dv_head
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
+    count, tokens = load_count(state_scalars), tl.arange(0, C)
+    logs += row * (segments + 1) + segment
+    log_start, log_later = tl.load(logs), tl.load(logs + 1)
+    if ALONE:
+        result += batch * r_batch + head * r_head
+        later, rest = load_end(grad_scalars, log_later)
+    memory, upper = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), triangle(C, True)
+    if memories is not None:
+        memory += load_memory(memories + (row * segments + segment) * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
+    chunks = tl.cdiv(last - first, C).to(tl.int32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        base = first + (chunks - 1 - step) * C
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        received, competition = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        received_grad = (g * received[:, None]).to(DOT)
+        met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
+        gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
+        gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
+        store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
+        memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
+        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        weight = tl.sum(v * gradient, 1)
+        if ALONE:
+            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+            overlap = tl.sum(g * r, 1)
+            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
+            conserved_out = tl.zeros([C], tl.float32)
+            if COMPETITION:
+                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
+                outgoing, later, log_later = competition_gradient(
+                    weight, bounded(flow, clamp), log, later, log_later, tokens
+                )
+                conserved_out += tl.where(keep & (tl.abs(flow) <= clamp), outgoing / position, 0.0)
+            tl.store(grads_at + GRAD_PLANES * plane, overlap, mask=inside)
+            tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+            tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
+        else:
+            tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, weight, mask=inside)
+    if ALONE:
+        store_memory(start_memory + row * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
+        if COMPETITION:
+            later = decay(log_start, log_later) * later
+        store_start(start_scalars, log_start, later, rest)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flow_gradient_kernel(
-    query, key, positions, bounds, state_scalars, grad_sums, flows, grads, plane, conserved, partial, vectors,
-    start_sums,
+    query, key, positions, bounds, state_scalars, grad_sums, flows, grads, plane, conserved, partial, after, start_sums,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
@@ -162,66 +317,76 @@ def flow_gradient_kernel(
 ):  # fmt: skip
     """The gradients of I·D and O·D, from right to left, and their sums over each segment.
 
-    `vectors` (B·H, T, chunks, 4, D) get what the queries of a chunk receive from later keys.
+    `after` (B·H, T, chunks, 4, D) gets what the tokens of a chunk receive from later ones, those of this segment only
+    where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
-    offset = (batch * heads + head) * length
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
     count = load_count(state_scalars)
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     upper = tokens[:, None] <= tokens[None, :]
+    index = row * segments + segment
+    after += index * (size // C) * (4 * D)
+    none = tl.zeros([BLOCK_D], tl.float32)
     conserved_key = load_vector(grad_sums, row * 4 + 2, columns, D)
     conserved_query = load_vector(grad_sums, row * 4 + 3, columns, D)
     conserved_key += sum_segments(conserved, segment + 1, segments, segments, columns, 0, D)
     conserved_query += sum_segments(conserved, segment + 1, segments, segments, columns, 1, D)
-    # the gradients of Σk/O and Σk as `pairs`, and those of Σq/I and Σq, without what later segments add to the second
-    nothing = tl.zeros([BLOCK_D], tl.float32)
-    key_grads, query_grads = place_pair(conserved_key, nothing), place_pair(conserved_query, nothing)
+    key_grads, query_grads = beside(none, conserved_key), beside(none, conserved_query)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
-    vectors += (row * segments + segment) * (size // C) * (4 * D)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
-        rows = first + chunk * C + tokens
-        keep, position = place(positions, batch, length, rows, start, last, count)
-        q = load_features(query, rows, q_token, keep, 0, scale, D, BLOCK_D, MAP, FAST, DOT)
-        k = load_features(key, rows, k_token, keep, 0, scale, D, BLOCK_D, MAP, FAST, DOT)
-        query_eps, key_eps = (q.to(tl.float32) + eps).to(DOT), (k.to(tl.float32) + eps).to(DOT)
-        at, inside = offset + rows, rows < last
-        inverse_in = tl.load(flows + INVERSE_INCOMING * plane + at, mask=inside, other=0.0)
-        inverse_out = tl.load(flows + INVERSE_OUTGOING * plane + at, mask=inside, other=0.0)
-        conserved_in = tl.load(grads + GRAD_CONSERVED_INCOMING * plane + at, mask=inside, other=0.0)
-        conserved_out = tl.load(grads + GRAD_CONSERVED_OUTGOING * plane + at, mask=inside, other=0.0)
-        overlap = tl.zeros([C], tl.float32)
-        for tile in range(TILES):
-            overlap += tl.load(grads + (GRAD_PLANES + tile) * plane + at, mask=keep, other=0.0)
+        base = first + chunk * C
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, query_eps = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        k, key_eps = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
+        inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
+        conserved_in = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
+        conserved_out = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+        overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
         from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
         from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
-        grad_out = tl.sum(from_sinks * conserved_in[None, :], 1)
-        grad_in = tl.sum(from_sources * conserved_out[None, :], 1)
-        grad_out += pick(exact_dot(key_grads, tl.trans(k), DOT, PRECISION), 0)
-        grad_in += pick(exact_dot(query_grads, tl.trans(q), DOT, PRECISION), 0)
+        key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
+        query_sum, conserved_query = pick(query_grads, 0), pick(query_grads, 1)
+        sinks_after = tl.dot(k, halves(conserved_key, none, DOT), input_precision=PRECISION)
+        sources_after = tl.dot(q, halves(conserved_query, none, DOT), input_precision=PRECISION)
+        grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 0)
+        grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 0)
         flow_out = -grad_out * inverse_out * inverse_out / position
         flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position
-        tl.store(grads + GRAD_INCOMING * plane + at, flow_in, mask=inside)
-        tl.store(grads + GRAD_OUTGOING * plane + at, flow_out, mask=inside)
-        store_vector(vectors, chunk * 4, columns, pick(query_grads, 1), D)
-        store_vector(vectors, chunk * 4 + 1, columns, pick(query_grads, 0), D)
-        key_grads = tl.dot(pairs(conserved_in, flow_in, DOT), query_eps, key_grads, input_precision=PRECISION)
-        query_grads = tl.dot(pairs(conserved_out, flow_out, DOT), key_eps, query_grads, input_precision=PRECISION)
-    index = (row * segments + segment) * 2
-    store_vector(partial, index, columns, pick(key_grads, 1), D)
-    store_vector(partial, index + 1, columns, pick(query_grads, 1), D)
+        tl.store(grads_at + GRAD_INCOMING * plane, flow_in, mask=inside)
+        tl.store(grads_at + GRAD_OUTGOING * plane, flow_out, mask=inside)
+        store_vector(after, chunk * 4, columns, query_sum, D)
+        store_vector(after, chunk * 4 + 1, columns, conserved_query, D)
+        store_vector(after, chunk * 4 + 2, columns, key_sum, D)
+        store_vector(after, chunk * 4 + 3, columns, conserved_key, D)
+        sinks, sources = halves(flow_in, conserved_in, DOT), halves(flow_out, conserved_out, DOT)
+        key_grads = tl.dot(tl.trans(query_eps), sinks, key_grads, input_precision=PRECISION)
+        query_grads = tl.dot(tl.trans(key_eps), sources, query_grads, input_precision=PRECISION)
+    store_vector(partial, index * 2, columns, pick(key_grads, 0), D)
+    store_vector(partial, index * 2 + 1, columns, pick(query_grads, 0), D)
     if segment == 0:
-        store_vector(start_sums, row * 4 + 2, columns, pick(key_grads, 0), D)
-        store_vector(start_sums, row * 4 + 3, columns, pick(query_grads, 0), D)
+        store_vector(start_sums, row * 4 + 2, columns, pick(key_grads, 1), D)
+        store_vector(start_sums, row * 4 + 3, columns, pick(query_grads, 1), D)
+
+
+@triton.jit
+def part(x, is_rest, DOT: tl.constexpr):
+    """What DOT holds of x, or the rest."""
+    held = x.to(DOT).to(tl.float32)
+    return tl.where(is_rest, x - held, held).to(DOT)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def gradient_kernel(
-    own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, plane, logs, starts,
-    memories, conserved, partial, vectors, start_sums,
+    own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, plane, logs, sums,
+    memories, partial, after, start_sums,
     a_batch, a_head, a_token, b_batch, b_head, b_token, u_batch, u_head, u_token, m_batch, m_head, m_token,
     r_batch, r_head, r_token,
     heads, shared, length, size, segments, scale, eps, clamp,
@@ -232,9 +397,7 @@ def gradient_kernel(
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
-    Row i of a chunk is the token whose gradient it is, column j one it met. Sums over what came `before` and what comes
-    `after` the chunk are pairs, of the flows and of the conserved flows: one pair is carried, the other one lies in
-    `vectors`. WHOLE says that a program has all features.
+    Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -246,99 +409,84 @@ def gradient_kernel(
     left += batch * u_batch + own_head * u_head
     right += batch * m_batch + other_head * m_head
     grad_own += batch * r_batch + head * r_head
-    offset = (batch * heads + head) * length
+    flows += (batch * heads + head) * length
+    grads += (batch * heads + head) * length
     count = load_count(state_scalars)
     log_start = tl.load(logs + row * (segments + 1) + segment)
-    columns, values, tokens = tile * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, C)
-    inner = columns < D
-
+    columns, tokens = tile * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, C)
     index = row * segments + segment
-    if REVERSE:
-        first_carried = load_vector(grad_sums, row * 4, columns, D)
-        first_carried += sum_segments(partial, segment + 1, segments, segments, columns, 0, D)
-        first_conserved = load_vector(grad_sums, row * 4 + 2, columns, D)
-        first_conserved += sum_segments(conserved, segment + 1, segments, segments, columns, 0, D)
-    else:
-        first_carried = load_vector(starts, index * 4, columns, D) + eps
-        first_conserved = load_vector(starts, index * 4 + 2, columns, D) + eps
-        later = load_vector(grad_sums, row * 4 + 1, columns, D)
-        later += sum_segments(partial, segment + 1, segments, segments, columns, 1, D)
-        if segment == 0:
-            store_vector(start_sums, row * 4 + 1, columns, later + load_vector(partial, index * 2 + 1, columns, D), D)
-        passing = tl.zeros([16, BLOCK_D], tl.float32)
-        query_sum = load_vector(starts, index * 4 + 1, columns, D) + eps
-        conserved_query = load_vector(starts, index * 4 + 3, columns, D) + eps
-    carried = tl.zeros([16, BLOCK_D], tl.float32)
-    # turned, since what comes out of the tensor cores must not be transposed
-    turned = columns[None, :] * E + values[:, None]
-    memory = tl.load(memories + index * (D * E) + turned, mask=inner[None, :] & (values < E)[:, None], other=0.0)
+    sums += index * (size // C) * (4 * D)
+    after += index * (size // C) * (4 * D)
+    lower, upper = triangle(C, False), triangle(C, True)
+    memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    if memories is not None:
+        memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
+    mine = 1 - REVERSE
+    later = load_vector(grad_sums, row * 4 + mine, columns, D)
+    later += sum_segments(partial, segment + 1, segments, segments, columns, mine, D)
+    if segment == 0:
+        own_sum = load_vector(partial, index * 2 + mine, columns, D)
+        store_vector(start_sums, row * 4 + mine, columns, later + own_sum, D)
 
-    lower, upper = tokens[:, None] >= tokens[None, :], tokens[:, None] <= tokens[None, :]
+    # what comes from before and after the chunk, as one product of sixteen terms: each number a bfloat16 and its rest
+    term = tl.arange(0, 16)
+    which, piece = tl.where(term < 9, term // 3, tl.where(term < 11, 3, 4)), term % 3
+    own_rest, row_rest = (term < 9) & (piece == 2), ((term < 9) & (piece == 1)) | (term == 10) | (term == 12)
+    is_before, is_after = (which == 1) | (which == 2), (which == 0) | (which == 3)
+    before_at = (tl.where(which == 2, 2, 0) + REVERSE)[:, None] * D + columns[None, :]
+    after_at = (tl.where(which == 0, 1, 0) + 2 * REVERSE)[:, None] * D + columns[None, :]
+    inner = (columns < D)[None, :]
+    last_rows = tl.where(((term == 11) | (term == 12))[:, None], later[None, :], 0.0)
+
     chunks = tl.cdiv(last - first, C).to(tl.int32)
-    vectors += index * (size // C) * (4 * D)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
-        rows = first + chunk * C + tokens
-        keep, position = place(positions, batch, length, rows, start, last, count)
-        a = load_features(own, rows, a_token, keep, tile, scale, D, BLOCK_D, MAP, FAST, DOT)
-        b = load_features(other, rows, b_token, keep, tile, scale, D, BLOCK_D, MAP, FAST, DOT)
-        u = load_rows(left, rows, u_token, keep, 0, E, BLOCK_E).to(DOT)
-        m = load_rows(right, rows, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
-        at, inside = offset + rows, rows < last
-        take, give = load_weights(flows, plane, at, keep, position, log_start, clamp, COMPETITION, ALLOCATION)
-        inverse = tl.load(flows + INVERSE_INCOMING * plane + at, mask=inside, other=0.0)
-        other_inverse = tl.load(flows + INVERSE_OUTGOING * plane + at, mask=inside, other=0.0)
-        flow = tl.load(grads + GRAD_INCOMING * plane + at, mask=inside, other=0.0)
-        other_flow = tl.load(grads + GRAD_OUTGOING * plane + at, mask=inside, other=0.0)
-        conserved_flow = tl.load(grads + GRAD_CONSERVED_INCOMING * plane + at, mask=inside, other=0.0)
-        other_conserved = tl.load(grads + GRAD_CONSERVED_OUTGOING * plane + at, mask=inside, other=0.0)
+        base = first + chunk * C
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        a, _ = load_features(own, base, tokens, a_token, keep, tile, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        b, other_eps = load_features(other, base, tokens, b_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
+        m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        take, give = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        inverse = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
+        other_inverse = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
+        flow = tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0)
+        other_flow = tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0)
+        conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
+        other_conserved = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
         if REVERSE:
             take, give = give, take
             inverse, other_inverse = other_inverse, inverse
             flow, other_flow = other_flow, flow
-            conserved_flow, other_conserved = other_conserved, conserved_flow
+            conserved, other_conserved = other_conserved, conserved
 
-        given, one = (m * give[:, None]).to(DOT), tl.full([C], 1.0, tl.float32)
-        passed = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
-        gradient = tl.dot(u, memory.to(DOT), input_precision=PRECISION) * take[:, None]
-        met = tl.where(upper if REVERSE else lower, passed, 0.0).to(DOT)
+        given = (m * give[:, None]).to(DOT)
+        met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
+        met = within(met, upper if REVERSE else lower, FAST, DOT)
+        gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION) * take[:, None]
         gradient = tl.dot(met, b, gradient, input_precision=PRECISION)
+        memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
         if WHOLE and not REVERSE:
             # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
             overlap = tl.sum(gradient * a.to(tl.float32), 1)
-            for part in range(TILES):
-                overlap -= tl.load(grads + (GRAD_PLANES + part) * plane + at, mask=keep, other=0.0)
+            overlap -= load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
             flow -= overlap * inverse / position
-        weights = tl.where(upper, inverse[:, None] * other_conserved[None, :] + other_flow[None, :], 0.0)
-        weights += tl.where(lower, conserved_flow[:, None] * other_inverse[None, :] + flow[:, None], 0.0)
-        gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
-        rest = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
-        gradient += eps * rest[:, None]
-
-        carry, carry_conserved = first_carried + pick(carried, 0), first_conserved + pick(carried, 1)
-        if REVERSE:
-            after, after_conserved = carry, carry_conserved
-            before = load_vector(vectors, chunk * 4 + 2, columns, D)
-            before_conserved = load_vector(vectors, chunk * 4 + 3, columns, D)
-        else:
-            before, before_conserved = carry, carry_conserved
-            after = later + load_vector(vectors, chunk * 4, columns, D)
-            after_conserved = load_vector(vectors, chunk * 4 + 1, columns, D)
-        gradient += flow[:, None] * before[None, :] + conserved_flow[:, None] * before_conserved[None, :]
-        gradient += after[None, :] + inverse[:, None] * after_conserved[None, :]
+        from_later = within(inverse[:, None] * other_conserved[None, :] + other_flow[None, :], upper, FAST, DOT)
+        gradient = tl.dot(from_later, other_eps, gradient, input_precision=PRECISION)
+        valid = tl.where(keep, 1.0, 0.0)
+        from_earlier = conserved[:, None] * other_inverse[None, :] + flow[:, None] * valid[None, :]
+        gradient = tl.dot(within(from_earlier, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+        outside = tl.where(which[None, :] == 2, conserved[:, None], 1.0)
+        outside = tl.where(which[None, :] == 1, flow[:, None], outside)
+        outside = tl.where(which[None, :] == 0, inverse[:, None], outside)
+        rows = tl.load(sums + chunk * (4 * D) + before_at, mask=is_before[:, None] & inner, other=0.0)
+        rows += tl.load(after + chunk * (4 * D) + after_at, mask=is_after[:, None] & inner, other=0.0)
+        gradient = tl.dot(
+            part(outside, own_rest[None, :], DOT), part(rows + last_rows, row_rest[:, None], DOT), gradient,
+            input_precision=PRECISION,
+        )  # fmt: skip
         gradient = feature_gradient(gradient, a.to(tl.float32), scale, MAP)
-        gradient = tl.where(keep[:, None], gradient, 0.0)
-        store_rows(grad_own, rows, r_token, inside, tile, gradient, D, BLOCK_D)
-
-        if REVERSE:
-            other_eps = (b.to(tl.float32) + eps).to(DOT)
-            sums = pairs(other_flow, other_conserved, DOT)
-            carried = tl.dot(sums, other_eps, carried, input_precision=PRECISION)
-        else:
-            store_vector(vectors, chunk * 4 + 2, columns, query_sum + pick(passing, 0), D)
-            store_vector(vectors, chunk * 4 + 3, columns, conserved_query + pick(passing, 1), D)
-            passing = tl.dot(pairs(one, inverse, DOT), a, passing, input_precision=PRECISION)
-            carried = tl.dot(pairs(one, other_inverse, DOT), b, carried, input_precision=PRECISION)
-        memory = tl.dot(tl.trans(given), b, memory, input_precision=PRECISION)
-    if REVERSE and segment == 0:
-        store_vector(start_sums, row * 4, columns, first_carried + pick(carried, 0), D)
+        if positions is not None:
+            gradient = tl.where(keep[:, None], gradient, 0.0)
+        store_rows(grad_own, base, tokens, r_token, inside, tile, gradient, D, BLOCK_D)

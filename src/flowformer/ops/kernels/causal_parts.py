@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import feature, sigmoid
+from .features import rounded_features, sigmoid
 
 # in place of −∞, so that no difference of logarithms is NaN
 NOTHING = tl.constexpr(-1e38)
@@ -59,38 +59,55 @@ def load_log(scalars, index: tl.constexpr):
 
 
 @triton.jit
-def place(positions, batch, length, rows, start, last, count):
-    """Which tokens are valid, and D, how many there are up to each."""
-    inside = rows < last
+def place(positions, batch, length, base, tokens, start, last, count):
+    """Which tokens of a chunk are valid, and D, how many there are up to each."""
+    inside = tokens < last - base
     if positions is not None:
-        signed = tl.load(positions + batch * length + rows, mask=inside, other=0).to(tl.float32)
+        signed = tl.load(positions + batch * length + base + tokens, mask=inside, other=0).to(tl.float32)
         return signed > 0, tl.maximum(count + tl.abs(signed), 1.0)
-    return inside, count + (rows - start + 1).to(tl.float32)
+    return inside, count + (base - start + 1 + tokens).to(tl.float32)
 
 
 @triton.jit
-def load_rows(x, rows, stride, keep, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    columns = tile * BLOCK + tl.arange(0, BLOCK)
-    mask = keep[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+def at_rows(x, base, tokens, stride, columns):
+    # where the chunk begins in 64 bits, what lies in it in 32
+    return x + base * stride + (tokens[:, None] * stride + columns[None, :])
 
 
 @triton.jit
-def store_rows(x, rows, stride, keep, tile, tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(x, base, tokens, stride, keep, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     columns = tile * BLOCK + tl.arange(0, BLOCK)
-    mask = keep[:, None] & (columns < WIDTH)[None, :]
-    tl.store(x + rows[:, None] * stride + columns[None, :], tensor.to(x.dtype.element_ty), mask=mask)
+    mask = keep[:, None]
+    if WIDTH % BLOCK:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(at_rows(x, base, tokens, stride, columns), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(x, base, tokens, stride, keep, tile, tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tile * BLOCK + tl.arange(0, BLOCK)
+    mask = keep[:, None]
+    if WIDTH % BLOCK:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(at_rows(x, base, tokens, stride, columns), tensor.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_features(
-    x, rows, stride, keep, tile, scale,
+    x, base, tokens, stride, keep, tile, scale, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """φ, 0 where masked, rounded to what the tensor cores take, so that sums and products see the same numbers."""
-    columns = tile * BLOCK + tl.arange(0, BLOCK)
-    phi = feature(load_rows(x, rows, stride, keep, tile, WIDTH, BLOCK), scale, MAP, FAST)
-    return tl.where(keep[:, None] & (columns < WIDTH)[None, :], phi, 0.0).to(DOT)
+    """φ and φ + ε, rounded to what the tensor cores take, so that sums and products see the same numbers.
+
+    A masked token has φ(0): whoever uses it gives it the weight 0, which costs less than a zero in every feature.
+    """
+    phi, raised = rounded_features(
+        load_rows(x, base, tokens, stride, keep, tile, WIDTH, BLOCK), scale, eps, MAP, FAST, DOT
+    )
+    if WIDTH % BLOCK:
+        inner = (tile * BLOCK + tl.arange(0, BLOCK) < WIDTH)[None, :]
+        phi, raised = tl.where(inner, phi, 0.0).to(DOT), tl.where(inner, raised, 0.0).to(DOT)
+    return phi, raised
 
 
 @triton.jit
@@ -120,38 +137,47 @@ def sum_segments(partial, first, stop, segments, columns, which: tl.constexpr, W
 
 
 @triton.jit
-def pairs(first, second, DOT: tl.constexpr):
-    """Two vectors as rows (16, C), each as what DOT holds of it and the rest: 0 and 1, 2 and 3.
-
-    Sixteen rows are the least that tensor cores take, and one product then gives several sums over tokens.
-    """
-    row = tl.arange(0, 16)[:, None]
-    rest = first - first.to(DOT).to(tl.float32), second - second.to(DOT).to(tl.float32)
-    low = tl.where(row == 0, first[None, :], tl.where(row == 1, rest[0][None, :], 0.0))
-    return tl.where(row == 2, second[None, :], tl.where(row == 3, rest[1][None, :], low)).to(DOT)
+def triangle(C: tl.constexpr, UPPER: tl.constexpr):
+    """All bits set where the token of the column came no later than that of the row, or no earlier if UPPER."""
+    tokens = tl.arange(0, C)
+    seen = tokens[:, None] <= tokens[None, :] if UPPER else tokens[:, None] >= tokens[None, :]
+    return tl.where(seen, -1, 0).to(tl.int16)
 
 
 @triton.jit
-def place_pair(first, second):
-    """Two vectors (D,) as what a sum of `pairs` begins with, (16, D)."""
-    row = tl.arange(0, 16)[:, None]
-    return tl.where(row == 0, first[None, :], tl.where(row == 2, second[None, :], 0.0))
+def within(x, triangle, FAST: tl.constexpr, DOT: tl.constexpr):
+    """x rounded to what the tensor cores take, 0 outside of the triangle."""
+    if FAST and tl.bfloat16 == DOT:
+        # two numbers at a time
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [x.to(DOT), triangle], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return tl.where(triangle != 0, x, 0.0).to(DOT)
+
+
+@triton.jit
+def halves(first, second, DOT: tl.constexpr):
+    """Two vectors (X,) as columns (X, 16), each as what DOT holds of it and the rest: 0 and 1, 2 and 3.
+
+    Sixteen columns are few for tensor cores, and one product then gives several sums.
+    """
+    column = tl.arange(0, 16)[None, :]
+    rest = first - first.to(DOT).to(tl.float32), second - second.to(DOT).to(tl.float32)
+    low = tl.where(column == 0, first[:, None], tl.where(column == 1, rest[0][:, None], 0.0))
+    return tl.where(column == 2, second[:, None], tl.where(column == 3, rest[1][:, None], low)).to(DOT)
+
+
+@triton.jit
+def beside(first, second):
+    """Two vectors as what a sum of `halves` begins with, (X, 16)."""
+    column = tl.arange(0, 16)[None, :]
+    return tl.where(column == 0, first[:, None], tl.where(column == 2, second[:, None], 0.0))
 
 
 @triton.jit
 def pick(x, which: tl.constexpr):
-    """One of the two vectors that `pairs` put into x (16, C), or into a product of it."""
-    return tl.sum(tl.where((tl.arange(0, 16) // 2 == which)[:, None], x, 0.0), 0)
-
-
-@triton.jit
-def exact_dot(x, y, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """x y, where the float32 of x is kept by a second product with what DOT loses of it."""
-    high = x.to(DOT)
-    product = tl.dot(high, y, input_precision=PRECISION)
-    if DOT != tl.float32:  # noqa: SIM300
-        product = tl.dot((x - high.to(tl.float32)).to(DOT), y, product)
-    return product
+    """One of the two vectors that `halves` put into x (X, 16), or into a product of it."""
+    return tl.sum(tl.where((tl.arange(0, 16) // 2 == which)[None, :], x, 0.0), 1)
 
 
 @triton.jit
@@ -160,31 +186,50 @@ def log_add(a, b):
 
 
 @triton.jit
+def fast_log_add(a, b):
+    """log_add by the hardware's logarithm, which is exact to 2⁻²²."""
+    x = 1.0 + tl.exp(-tl.abs(a - b))
+    log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.maximum(a, b) + 0.6931471805599453 * log
+
+
+@triton.jit
 def bounded(flow, clamp):
     return tl.minimum(tl.maximum(flow, -clamp), clamp)
 
 
 @triton.jit
-def running_log_sum(conserved_outgoing, keep, log_sum, clamp):
+def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr):
     """log Σ exp(Ô) from the start of the segment up to each token, and up to the last."""
     flow = tl.where(keep, bounded(conserved_outgoing, clamp), NOTHING)
-    log = log_add(tl.associative_scan(flow, 0, log_add), log_sum)
+    if FAST:
+        log = fast_log_add(tl.associative_scan(flow, 0, fast_log_add), log_sum)
+    else:
+        log = log_add(tl.associative_scan(flow, 0, log_add), log_sum)
     # it never falls, so the largest is the last
     return log, tl.max(log, 0)
 
 
 @triton.jit
+def load_log_sum(at, plane, inside, log_start, FAST: tl.constexpr):
+    """L, the running log Σ exp(Ô) up to each token."""
+    log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
+    if FAST:
+        return fast_log_add(log_start, log)
+    return log_add(log_start, log)
+
+
+@triton.jit
 def load_weights(
-    flows, plane, at, keep, position, log_start, clamp, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr
+    at, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr
 ):
     """α/(I·D), what a sink receives with, and c, what a source gives with; 0 where masked."""
-    received = tl.load(flows + INVERSE_INCOMING * plane + at, mask=keep, other=0.0) / position
+    received = tl.load(at + INVERSE_INCOMING * plane, mask=keep, other=0.0) / position
     if ALLOCATION:
-        conserved = tl.load(flows + CONSERVED_INCOMING * plane + at, mask=keep, other=0.0)
-        received = received * sigmoid(conserved, False)
+        received = received * sigmoid(tl.load(at + CONSERVED_INCOMING * plane, mask=keep, other=0.0), FAST)
     competition = tl.where(keep, 1.0, 0.0)
     if COMPETITION:
-        flow = bounded(tl.load(flows + CONSERVED_OUTGOING * plane + at, mask=keep, other=0.0), clamp)
-        log = log_add(log_start, tl.load(flows + LOG_OUTGOING * plane + at, mask=keep, other=0.0))
-        competition = tl.where(keep, position * tl.exp(flow - log), 0.0)
+        flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp)
+        share = tl.exp(flow - load_log_sum(at, plane, keep, log_start, FAST))
+        competition = tl.where(keep, position * share, 0.0)
     return received, competition

@@ -49,6 +49,40 @@ def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
+_FAST_PAIR = tl.constexpr("""
+{
+    .reg .b32 low, high;
+    .reg .f32 x, y;
+    shl.b32 low, $2, 16;
+    and.b32 high, $2, 0xffff0000;
+    mov.b32 x, low;
+    mov.b32 y, high;
+    mul.f32 x, x, $3;
+    mul.f32 y, y, $4;
+    tanh.approx.f32 x, x;
+    tanh.approx.f32 y, y;
+    fma.rn.f32 x, x, 0f3F000000, 0f3F000000;
+    fma.rn.f32 y, y, 0f3F000000, 0f3F000000;
+    cvt.rn.bf16x2.f32 $0, y, x;
+    add.f32 x, x, $5;
+    add.f32 y, y, $6;
+    cvt.rn.bf16x2.f32 $1, y, x;
+}
+""")
+
+
+@triton.jit
+def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
+    """φ(scale·x) and φ(scale·x) + ε, rounded to what the tensor cores take."""
+    if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and tl.bfloat16 == DOT:
+        # two numbers at a time from register to register: the conversions would cost more than the sigmoid
+        return tl.inline_asm_elementwise(
+            _FAST_PAIR, "=r,=r,r,f,f,f,f", [x, 0.5 * scale, eps], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    phi = feature(x, scale, MAP, FAST)
+    return phi.to(DOT), (phi + eps).to(DOT)
+
+
 @triton.jit
 def feature_gradient(grad, phi, scale, MAP: tl.constexpr):
     """The gradient of x from that of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
