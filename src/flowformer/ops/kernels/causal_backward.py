@@ -26,6 +26,7 @@ from .causal_parts import (
     beside,
     bounded,
     halves,
+    inside_of,
     load_count,
     load_features,
     load_log_sum,
@@ -35,6 +36,7 @@ from .causal_parts import (
     locate,
     pick,
     place,
+    settled,
     store_rows,
     store_vector,
     sum_segments,
@@ -98,7 +100,7 @@ def competition_gradient_kernel(
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         base = first + (chunks - 1 - step) * C
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         weight = load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
         flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0), clamp)
         log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
@@ -178,7 +180,7 @@ def conserved_gradient_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         _, q = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         _, k = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
         grad_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
         grad_out = tl.zeros([C], tl.float32)
@@ -224,7 +226,7 @@ def grad_memory_kernel(
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at = grads + base + tokens + (GRAD_PLANES + tile) * plane
-        tl.store(at, tl.sum(g * r, 1), mask=tokens < last - base)
+        tl.store(at, tl.sum(g * r, 1), mask=inside_of(tokens, base, last))
         received, _ = load_weights(
             flows + base + tokens, plane, keep, position, log_start, clamp, FAST, False, ALLOCATION
         )
@@ -273,7 +275,7 @@ def value_gradient_kernel(
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
@@ -344,11 +346,11 @@ def flow_gradient_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         q, query_eps = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         k, key_eps = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
-        conserved_in = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
-        conserved_out = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+        conserved_in = settled(tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0))
+        conserved_out = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
         from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
         from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
@@ -447,14 +449,14 @@ def gradient_kernel(
         b, other_eps = load_features(other, base, tokens, b_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, tokens < last - base
+        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         take, give = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
-        inverse = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
-        other_inverse = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
-        flow = tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0)
-        other_flow = tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0)
-        conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
-        other_conserved = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+        inverse = settled(tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0))
+        other_inverse = settled(tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0))
+        flow = settled(tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0))
+        other_flow = settled(tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0))
+        conserved = settled(tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0))
+        other_conserved = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
         if REVERSE:
             take, give = give, take
             inverse, other_inverse = other_inverse, inverse

@@ -24,6 +24,7 @@ from .causal_parts import (
     RUNTIME,
     beside,
     halves,
+    inside_of,
     load_count,
     load_features,
     load_log,
@@ -133,7 +134,7 @@ def flows_kernel(
             conserved_in = tl.sum(to_sinks * inverse_out[None, :], 1) + pick(sinks_before, 1) + flow_eps
             conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 1) + flow_eps
             conserved_in, conserved_out = conserved_in / position, conserved_out / position
-            at, inside = flows + base + tokens, tokens < last - base
+            at, inside = flows + base + tokens, inside_of(tokens, base, last)
             tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
             tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
             tl.store(at + CONSERVED_INCOMING * plane, conserved_in, mask=inside)
@@ -288,7 +289,7 @@ def output_kernel(
         met = within(tl.dot(q, tl.trans(k), input_precision=PRECISION), lower, FAST, DOT)
         result = tl.dot(q, memory.to(DOT), input_precision=PRECISION)
         result = tl.dot(met, competing, result, input_precision=PRECISION) * received[:, None]
-        store_rows(out, base, tokens, r_token, tokens < last - base, tile, result, E, BLOCK_E)
+        store_rows(out, base, tokens, r_token, inside_of(tokens, base, last), tile, result, E, BLOCK_E)
         memory = tl.dot(tl.trans(k), competing, memory, input_precision=PRECISION)
     if not SPLIT:
         store_memory(end_memory + row * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)

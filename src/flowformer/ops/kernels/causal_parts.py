@@ -59,9 +59,15 @@ def load_log(scalars, index: tl.constexpr):
 
 
 @triton.jit
+def inside_of(tokens, base, last):
+    # what is left of the segment fits 32 bits once the chunk bounds it
+    return tokens < tl.minimum(last - base, tokens.shape[0]).to(tl.int32)
+
+
+@triton.jit
 def place(positions, batch, length, base, tokens, start, last, count):
     """Which tokens of a chunk are valid, and D, how many there are up to each."""
-    inside = tokens < last - base
+    inside = inside_of(tokens, base, last)
     if positions is not None:
         signed = tl.load(positions + batch * length + base + tokens, mask=inside, other=0).to(tl.float32)
         return signed > 0, tl.maximum(count + tl.abs(signed), 1.0)
@@ -134,6 +140,13 @@ def sum_segments(partial, first, stop, segments, columns, which: tl.constexpr, W
         mask = (each < stop)[:, None] & (columns < WIDTH)[None, :]
         total += tl.sum(tl.load(base + each[:, None] * (2 * WIDTH) + columns[None, :], mask=mask, other=0.0), 0)
     return total
+
+
+@triton.jit
+def settled(x):
+    """x, loaded once: threads that need it in another order get it from one another instead of from memory, since the
+    compiler does not repeat a reduction."""
+    return tl.max(tl.broadcast_to(x[:, None], x.shape[0], 2), 1)
 
 
 @triton.jit
