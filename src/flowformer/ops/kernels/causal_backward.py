@@ -378,13 +378,6 @@ def flow_gradient_kernel(
         store_vector(start_sums, row * 4 + 3, columns, pick(query_grads, 1), D)
 
 
-@triton.jit
-def part(x, is_rest, DOT: tl.constexpr):
-    """What DOT holds of x, or the rest."""
-    held = x.to(DOT).to(tl.float32)
-    return tl.where(is_rest, x - held, held).to(DOT)
-
-
 @triton.jit(do_not_specialize=RUNTIME)
 def gradient_kernel(
     own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, plane, logs, sums,
@@ -430,16 +423,6 @@ def gradient_kernel(
         own_sum = load_vector(partial, index * 2 + mine, columns, D)
         store_vector(start_sums, row * 4 + mine, columns, later + own_sum, D)
 
-    # what comes from before and after the chunk, as one product of sixteen terms: each number a bfloat16 and its rest
-    term = tl.arange(0, 16)
-    which, piece = tl.where(term < 9, term // 3, tl.where(term < 11, 3, 4)), term % 3
-    own_rest, row_rest = (term < 9) & (piece == 2), ((term < 9) & (piece == 1)) | (term == 10) | (term == 12)
-    is_before, is_after = (which == 1) | (which == 2), (which == 0) | (which == 3)
-    before_at = (tl.where(which == 2, 2, 0) + REVERSE)[:, None] * D + columns[None, :]
-    after_at = (tl.where(which == 0, 1, 0) + 2 * REVERSE)[:, None] * D + columns[None, :]
-    inner = (columns < D)[None, :]
-    last_rows = tl.where(((term == 11) | (term == 12))[:, None], later[None, :], 0.0)
-
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
@@ -479,15 +462,12 @@ def gradient_kernel(
         valid = tl.where(keep, 1.0, 0.0)
         from_earlier = conserved[:, None] * other_inverse[None, :] + flow[:, None] * valid[None, :]
         gradient = tl.dot(within(from_earlier, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
-        outside = tl.where(which[None, :] == 2, conserved[:, None], 1.0)
-        outside = tl.where(which[None, :] == 1, flow[:, None], outside)
-        outside = tl.where(which[None, :] == 0, inverse[:, None], outside)
-        rows = tl.load(sums + chunk * (4 * D) + before_at, mask=is_before[:, None] & inner, other=0.0)
-        rows += tl.load(after + chunk * (4 * D) + after_at, mask=is_after[:, None] & inner, other=0.0)
-        gradient = tl.dot(
-            part(outside, own_rest[None, :], DOT), part(rows + last_rows, row_rest[:, None], DOT), gradient,
-            input_precision=PRECISION,
-        )  # fmt: skip
+        before = settled(load_vector(sums, chunk * 4 + REVERSE, columns, D))
+        before_conserved = settled(load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D))
+        after_sum = settled(later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D))
+        after_conserved = settled(load_vector(after, chunk * 4 + 1 + 2 * REVERSE, columns, D))
+        gradient += flow[:, None] * before[None, :] + conserved[:, None] * before_conserved[None, :]
+        gradient += inverse[:, None] * after_conserved[None, :] + after_sum[None, :]
         gradient = feature_gradient(gradient, a.to(tl.float32), scale, MAP)
         if positions is not None:
             gradient = tl.where(keep[:, None], gradient, 0.0)
