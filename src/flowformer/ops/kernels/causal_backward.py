@@ -412,7 +412,7 @@ def gradient_kernel(
     index = row * segments + segment
     sums += index * (size // C) * (4 * D)
     after += index * (size // C) * (4 * D)
-    lower, upper = triangle(C, False), triangle(C, True)
+    lower = triangle(C, False)
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
@@ -429,16 +429,16 @@ def gradient_kernel(
         base = first + chunk * C
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         a, _ = load_features(own, base, tokens, a_token, keep, tile, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        b, other_eps = load_features(other, base, tokens, b_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        b, _ = load_features(other, base, tokens, b_token, keep, tile, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         take, give = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
-        inverse = settled(tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0))
+        inverse = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         other_inverse = settled(tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0))
-        flow = settled(tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0))
+        flow = tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0)
         other_flow = settled(tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0))
-        conserved = settled(tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0))
+        conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
         other_conserved = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
         if REVERSE:
             take, give = give, take
@@ -446,22 +446,26 @@ def gradient_kernel(
             flow, other_flow = other_flow, flow
             conserved, other_conserved = other_conserved, conserved
 
-        given = (m * give[:, None]).to(DOT)
+        given, valid = (m * give[:, None]).to(DOT), tl.where(keep, 1.0, 0.0)
         met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
-        met = within(met, upper if REVERSE else lower, FAST, DOT)
         gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION) * take[:, None]
-        gradient = tl.dot(met, b, gradient, input_precision=PRECISION)
         memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
-        if WHOLE and not REVERSE:
-            # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
-            overlap = tl.sum(gradient * a.to(tl.float32), 1)
-            overlap -= load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-            flow -= overlap * inverse / position
-        from_later = within(inverse[:, None] * other_conserved[None, :] + other_flow[None, :], upper, FAST, DOT)
-        gradient = tl.dot(from_later, other_eps, gradient, input_precision=PRECISION)
-        valid = tl.where(keep, 1.0, 0.0)
+        if not REVERSE:
+            gradient = tl.dot(within(met, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+            if WHOLE:
+                # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
+                overlap = tl.sum(gradient * a.to(tl.float32), 1)
+                overlap -= load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
+                flow -= overlap * inverse / position
+        from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
+        if REVERSE:
+            from_later += met
         from_earlier = conserved[:, None] * other_inverse[None, :] + flow[:, None] * valid[None, :]
-        gradient = tl.dot(within(from_earlier, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+        weights = tl.where(tokens[:, None] == tokens[None, :], from_later + from_earlier, from_later)
+        weights = tl.where(tokens[:, None] > tokens[None, :], from_earlier, weights)
+        gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
+        once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
+        gradient += eps * once[:, None]
         before = settled(load_vector(sums, chunk * 4 + REVERSE, columns, D))
         before_conserved = settled(load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D))
         after_sum = settled(later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D))
