@@ -36,6 +36,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast
+from .launch import launch
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -195,25 +196,18 @@ class Plan:
     numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
     constants: dict[str, dict]
     launches: dict[str, configs.Launch]
-    runners: dict = field(default_factory=dict)
+    launched: dict = field(default_factory=dict)
 
     def launch(self, name: str, *tensors: Tensor | None) -> None:
-        """Launches a kernel; from the second time on without Triton's search for the compiled one."""
-        if name in self.runners:
-            run, launch, rest = self.runners[name]
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            # as numbers, since Triton would ask the driver about each tensor
-            pointers = [None if x is None else x.data_ptr() for x in tensors]
-            run(*self.grids[name], stream, *launch, *pointers, *rest)
+        args, again = (*tensors, *self.numbers[name]), self.launched.get(name)
+        if again is not None:
+            again(*args)
             return
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
-        kernel, constants, args = getattr(module, name), self.constants[name], (*tensors, *self.numbers[name])
-        options = {"num_warps": self.launches[name].warps} if name in self.launches else {}
-        compiled = kernel[self.grids[name]](*args, **constants, **options)
-        if not INTERPRETED:
-            rest = *self.numbers[name], *(constants[each] for each in kernel.arg_names[len(args) :])
-            # no hooks of profilers
-            self.runners[name] = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None), rest
+        settings = {"num_warps": self.launches[name].warps} if name in self.launches else {}
+        self.launched[name] = launch(
+            getattr(module, name), self.grids[name], args, self.constants[name], self.device, **settings
+        )
 
 
 def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
@@ -272,9 +266,9 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options) -> 
         "grad_query": tiled | allocation,
         "grad_source": tiled | shared | competition,
     }
-    for name, launch in launches.items():
-        eye = launch.eye and multiply in ("bf16", "bf16x3") and block_d <= 128
-        constants[name] |= {"BLOCK": launch.block, "STAGES": launch.stages, "EYE": eye}
+    for name, shape in launches.items():
+        eye = shape.eye and multiply in ("bf16", "bf16x3") and block_d <= 128
+        constants[name] |= {"BLOCK": shape.block, "STAGES": shape.stages, "EYE": eye}
     if heads != key_heads:
         # what is read anew for each query head need not be under way for several blocks
         constants["grad_source"]["STAGES"] = 1

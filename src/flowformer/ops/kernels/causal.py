@@ -20,6 +20,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .features import fast
+from .launch import launch
 
 PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
 ENOUGH = 192  # heads that keep it busy alone: a second segment would only read its tokens more often
@@ -172,36 +173,30 @@ class Plan:
         self.precision = {"PRECISION": "tf32x3" if query.is_cuda else "ieee"}
         self.competition = {"COMPETITION": variant.competition != "none"}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
-        self.compiled: dict = {}
+        self.device = query.device
+        self.launched: dict = {}
 
     def launch(self, kernel, shape: Shape, args: tuple, options: dict, *, tiles=1, name="") -> None:
         """Runs a kernel on every head, segment and tile; `name` tells its uses apart."""
-        run = self.compiled.get((kernel, name))
-        if run is not None:
-            run(*args)
+        again = self.launched.get((kernel, name))
+        if again is not None:
+            again(*args)
             return
-        options = {**options, "C": self.config.chunk, "STAGES": shape.stages}
+        grid, options = (self.rows, self.segments, tiles), {**options, "C": self.config.chunk, "STAGES": shape.stages}
         settings = {"num_warps": shape.warps, "maxnreg": shape.registers}
-        self._compile(kernel, name, (self.rows, self.segments, tiles), args, options, settings)
+        self.launched[kernel, name] = launch(kernel, grid, args, options, self.device, **settings)
 
     def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
         """Adds up the memories of the segments before each, after each in reverse."""
-        args = partial, begin, before, end, self.segments
-        run = self.compiled.get((causal_forward.scan_kernel, ""))
-        if run is not None:
-            run(*args)
+        kernel, args = causal_forward.scan_kernel, (partial, begin, before, end, self.segments)
+        again = self.launched.get((kernel, ""))
+        if again is not None:
+            again(*args)
             return
         width = before.shape[-2] * before.shape[-1]
         options = {"WIDTH": width, "BLOCK": min(256, triton.next_power_of_2(width)), "REVERSE": reverse}
         grid = self.rows, triton.cdiv(width, options["BLOCK"]), 1
-        self._compile(causal_forward.scan_kernel, "", grid, args, options, {})
-
-    def _compile(self, kernel, name: str, grid: tuple, args: tuple, options: dict, settings: dict) -> None:
-        compiled = kernel[grid](*args, **options, **settings)
-        if compiled is not None:
-            # Triton's own launch looks at every argument again, which costs more than the kernel of a short sequence
-            start, rest = compiled[grid], tuple(options[each] for each in kernel.arg_names[len(args) :])
-            self.compiled[kernel, name] = lambda *args: start(*args, *rest)
+        self.launched[kernel, ""] = launch(kernel, grid, args, options, self.device)
 
     def empty(self, like: Tensor, *shape) -> Tensor:
         return like.new_empty(shape, dtype=torch.float32)
@@ -322,10 +317,10 @@ def backward(
             options = {**features, **plan.values, "ALLOCATION": plan.roles["ALLOCATION"]}
             plan.launch(causal_backward.grad_memory_kernel, shapes.sums, args, options, tiles=tiles)
             plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
-        sources = query, key, value, grad, result, grad_value
+        tokens = query, key, value, grad, result, grad_value
         args = (
-            *sources, positions, bounds, scalars, grad_scalars, flows, grads, plane, logs, grad_memories, start_memory,
-            start_scalars, *(stride for x in sources for stride in x.stride()[:3]), *plan.tokens, plan.clamp,
+            *tokens, positions, bounds, scalars, grad_scalars, flows, grads, plane, logs, grad_memories, start_memory,
+            start_scalars, *(stride for x in tokens for stride in x.stride()[:3]), *plan.tokens, plan.clamp,
         )  # fmt: skip
         options = {**features, **plan.values, **plan.roles, **counted, "ALONE": plan.alone}
         plan.launch(causal_backward.value_gradient_kernel, shapes.value_gradient, args, options, tiles=tiles)

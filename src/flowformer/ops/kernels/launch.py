@@ -1,0 +1,42 @@
+"""How kernels are launched again: what Triton finds out about every argument of every call takes longer than the kernel
+of a short sequence, and is the same for every call of one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    **settings: Any,
+) -> Callable[..., None] | None:
+    """Runs a kernel; what it returns runs it again with other arguments of the same kinds.
+
+    Args:
+        args: of the kernel, up to its constants.
+        constants: by name, all that follow.
+        settings: of Triton, such as num_warps.
+
+    Returns: None in the interpreter, which has nothing to remember.
+    """
+    compiled = kernel[grid](*args, **constants, **settings)
+    if compiled is None:
+        return None
+    run, rest = compiled.run, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    # without the hooks of profilers
+    head = compiled.function, compiled.packed_metadata, None, None, None
+
+    def again(*args: Any) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        # as numbers, since Triton would ask the driver about each tensor
+        run(*grid, stream, *head, *[x.data_ptr() if isinstance(x, Tensor) else x for x in args], *rest)
+
+    return again
