@@ -56,12 +56,13 @@ CONFIGS = {
     (torch.bfloat16, 64): _same(64, 64, 4, 1),
     (torch.bfloat16, 128): _same(64, 64, 8, 1),
     (torch.bfloat16, 256): _same(32, 64, 8, 1),
-    (torch.float16, 64): _same(32, 64, 4, 1),
-    (torch.float16, 128): _same(32, 64, 4, 1),
-    (torch.float16, 256): _same(32, 64, 8, 1),
-    (torch.float32, 64): _same(32, 64, 4, 1),
-    (torch.float32, 128): _same(32, 32, 4, 1),
-    (torch.float32, 256): _same(32, 32, 8, 1),
+    # float32 takes twice the registers and shared memory, and float16 is multiplied as float32
+    (torch.float16, 64): _same(16, 64, 4, 1),
+    (torch.float16, 128): _same(16, 64, 8, 1),
+    (torch.float16, 256): _same(16, 32, 8, 1),
+    (torch.float32, 64): _same(16, 64, 4, 1),
+    (torch.float32, 128): _same(16, 32, 8, 1),
+    (torch.float32, 256): _same(16, 32, 8, 1),
 }
 
 
