@@ -69,9 +69,15 @@ CONFIGS = {
 SCALARS = Shape(1, 1)  # for a kernel that reads no features
 
 
-def config(query: Tensor, value: Tensor) -> Config:
+def config(query: Tensor, value: Tensor, feature_map: str) -> Config:
     width = max(query.shape[-1], value.shape[-1])
-    return CONFIGS[query.dtype, next(size for size in (64, 128, 256) if width <= size)]
+    size = next(size for size in (64, 128, 256) if width <= size)
+    found = CONFIGS[query.dtype, size]
+    if found.chunk > 32 and not (query.shape[-1] == value.shape[-1] == size and feature_map == "sigmoid"):
+        # factors of several widths leave a warp group too few registers for their addresses: ptxas 12.8 then reads one
+        # that it never wrote. The products of shorter chunks are those of single warps, and have no such addresses
+        found = found._replace(chunk=32)
+    return found
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
@@ -150,7 +156,7 @@ class Plan:
         batch, heads, length, dim = query.shape
         self.rows = heads * (batch if bounds is None else bounds.numel() - 1)
         self.segments = segment_count(self.rows, longest)
-        self.config = config(query, value)
+        self.config = config(query, value, variant.feature_map)
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
         self.clamp = float("inf") if variant.clamp is None else variant.clamp
@@ -209,7 +215,8 @@ _plans: dict[tuple, Plan] = {}
 def _plan(tensors, query, key, value, bounds, longest, scale, variant) -> Plan:
     """The plan of a call, by everything a kernel could have been compiled for."""
     seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
-    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST, config(query, value)
+    shapes = config(query, value, variant.feature_map)
+    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST, shapes
     plan = _plans.get((seen, place))
     if plan is None:
         if len(_plans) >= 512:
@@ -222,7 +229,7 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
     """The result, the three tensors of the state after it, and what the backward pass needs."""
     query, key, value = (_with_rows(x) for x in (query, key, value))
     sums, memory, scalars = (None if x is None else x.contiguous() for x in (sums, memory, scalars))
-    result, ends, kept = empty_outputs(query, value, bounds, longest)
+    result, ends, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
     if bounds is not None:
         result.zero_()
     if not query.numel():
@@ -377,7 +384,7 @@ def segment_chunks(longest, segments, chunk):
     return torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk))
 
 
-def empty_outputs(query, value, bounds, longest):
+def empty_outputs(query, value, bounds, longest, feature_map):
     """The result, the end state, and the flows, sums, logs and memories of `causal_forward`, uninitialised."""
     batch, heads, length, dim = query.shape
     sequences = batch if bounds is None else bounds.shape[0] - 1
@@ -385,7 +392,7 @@ def empty_outputs(query, value, bounds, longest):
     ends = empty_parts(query, sequences, value.shape[-1])
     shapes = (
         (causal_parts.PLANES, batch, heads, length),
-        (rows, segments, segment_chunks(longest, segments, config(query, value).chunk), 4, dim),
+        (rows, segments, segment_chunks(longest, segments, config(query, value, feature_map).chunk), 4, dim),
         (rows, segments + 1),
         (rows, segments, dim, value.shape[-1]),
     )
@@ -428,8 +435,9 @@ def _backward(*args):
     return backward(*[*args[:17], FlowVariant(*args[17:])])
 
 
-def _fake_forward(query, key, value, mask, bounds, longest, *_):
-    result, ends, kept = empty_outputs(query, value, bounds, longest)
+def _fake_forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
+    feature_map = FlowVariant(*variant).feature_map
+    result, ends, kept = empty_outputs(query, value, bounds, longest, feature_map)
     return result, *ends, *kept
 
 

@@ -192,11 +192,12 @@ def conserved_gradient_kernel(
         tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, grad_in, mask=inside)
         tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, grad_out, mask=inside)
         none = tl.zeros([C], tl.float32)
-        after_key = tl.dot(tl.trans(q), halves(grad_in, none, DOT), after_key, input_precision=PRECISION)
-        after_query = tl.dot(tl.trans(k), halves(grad_out, none, DOT), after_query, input_precision=PRECISION)
+        weights = halves(grad_in, grad_out, none, none, DOT)
+        after_key = tl.dot(tl.trans(q), weights, after_key, input_precision=PRECISION)
+        after_query = tl.dot(tl.trans(k), weights, after_query, input_precision=PRECISION)
     index = (row * segments + segment) * 2
     store_vector(partial, index, columns, pick(after_key, 0), D)
-    store_vector(partial, index + 1, columns, pick(after_query, 0), D)
+    store_vector(partial, index + 1, columns, pick(after_query, 1), D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -338,7 +339,8 @@ def flow_gradient_kernel(
     conserved_query = load_vector(grad_sums, row * 4 + 3, columns, D)
     conserved_key += sum_segments(conserved, segment + 1, segments, segments, columns, 0, D)
     conserved_query += sum_segments(conserved, segment + 1, segments, segments, columns, 1, D)
-    key_grads, query_grads = beside(none, conserved_key), beside(none, conserved_query)
+    key_grads = beside(none, conserved_key, none, none)
+    query_grads = beside(none, none, none, conserved_query)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
@@ -352,14 +354,16 @@ def flow_gradient_kernel(
         conserved_in = settled(tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0))
         conserved_out = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
+        # before the wider products, as in the forward pass
+        key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
+        query_sum, conserved_query = pick(query_grads, 2), pick(query_grads, 3)
+        later = halves(conserved_key, conserved_query, none, none, DOT)
         from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
         from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
-        key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
-        query_sum, conserved_query = pick(query_grads, 0), pick(query_grads, 1)
-        sinks_after = tl.dot(k, halves(conserved_key, none, DOT), input_precision=PRECISION)
-        sources_after = tl.dot(q, halves(conserved_query, none, DOT), input_precision=PRECISION)
+        sinks_after = tl.dot(k, later, input_precision=PRECISION)
+        sources_after = tl.dot(q, later, input_precision=PRECISION)
         grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 0)
-        grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 0)
+        grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 1)
         flow_out = -grad_out * inverse_out * inverse_out / position
         flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position
         tl.store(grads_at + GRAD_INCOMING * plane, flow_in, mask=inside)
@@ -368,14 +372,14 @@ def flow_gradient_kernel(
         store_vector(after, chunk * 4 + 1, columns, conserved_query, D)
         store_vector(after, chunk * 4 + 2, columns, key_sum, D)
         store_vector(after, chunk * 4 + 3, columns, conserved_key, D)
-        sinks, sources = halves(flow_in, conserved_in, DOT), halves(flow_out, conserved_out, DOT)
-        key_grads = tl.dot(tl.trans(query_eps), sinks, key_grads, input_precision=PRECISION)
-        query_grads = tl.dot(tl.trans(key_eps), sources, query_grads, input_precision=PRECISION)
+        weights = halves(flow_in, conserved_in, flow_out, conserved_out, DOT)
+        key_grads = tl.dot(tl.trans(query_eps), weights, key_grads, input_precision=PRECISION)
+        query_grads = tl.dot(tl.trans(key_eps), weights, query_grads, input_precision=PRECISION)
     store_vector(partial, index * 2, columns, pick(key_grads, 0), D)
-    store_vector(partial, index * 2 + 1, columns, pick(query_grads, 0), D)
+    store_vector(partial, index * 2 + 1, columns, pick(query_grads, 2), D)
     if segment == 0:
         store_vector(start_sums, row * 4 + 2, columns, pick(key_grads, 1), D)
-        store_vector(start_sums, row * 4 + 3, columns, pick(query_grads, 1), D)
+        store_vector(start_sums, row * 4 + 3, columns, pick(query_grads, 3), D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

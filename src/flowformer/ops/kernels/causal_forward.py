@@ -107,7 +107,9 @@ def flows_kernel(
             conserved_query += sum_segments(conserved, 0, segment, segments, columns, 1, D)
     else:
         conserved_key, conserved_query = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
-    key_sums, query_sums = beside(key_sum + once, conserved_key), beside(query_sum + once, conserved_query)
+    none = tl.zeros([BLOCK_D], tl.float32)
+    key_sums = beside(key_sum + once, conserved_key, none, none)
+    query_sums = beside(query_sum + once, none, conserved_query, none)
     sums += (row * segments + segment) * (size // C) * (4 * D)
     log_sum = NOTHING
 
@@ -119,20 +121,22 @@ def flows_kernel(
         seen = lower
         if positions is not None:
             seen = lower & keep[None, :]
+        # stored before the wider products need their place: ptxas 12.8 loses the address of what shares it with them
+        key_sum, conserved_key = pick(key_sums, 0), pick(key_sums, 1)
+        query_sum, conserved_query = pick(query_sums, 0), pick(query_sums, 2)
+        before = halves(key_sum, conserved_key, query_sum, conserved_query, DOT)
         # a product for each direction, so that every sum runs along a row, inside a warp
         to_sinks = tl.where(seen, tl.dot(query_eps, tl.trans(k), input_precision=PRECISION), 0.0)
         to_sources = tl.where(seen, tl.dot(key_eps, tl.trans(q), input_precision=PRECISION), 0.0)
-        key_sum, conserved_key = pick(key_sums, 0), pick(key_sums, 1)
-        query_sum, conserved_query = pick(query_sums, 0), pick(query_sums, 1)
-        sinks_before = tl.dot(query_eps, halves(key_sum, conserved_key, DOT), input_precision=PRECISION)
-        sources_before = tl.dot(key_eps, halves(query_sum, conserved_query, DOT), input_precision=PRECISION)
+        sinks_before = tl.dot(query_eps, before, input_precision=PRECISION)
+        sources_before = tl.dot(key_eps, before, input_precision=PRECISION)
         incoming = tl.sum(to_sinks, 1) + pick(sinks_before, 0) + flow_eps
-        outgoing = tl.sum(to_sources, 1) + pick(sources_before, 0) + flow_eps
+        outgoing = tl.sum(to_sources, 1) + pick(sources_before, 2) + flow_eps
         inverse_in = tl.where(keep, position / incoming, 0.0)
         inverse_out = tl.where(keep, position / outgoing, 0.0)
         if FINAL:
             conserved_in = tl.sum(to_sinks * inverse_out[None, :], 1) + pick(sinks_before, 1) + flow_eps
-            conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 1) + flow_eps
+            conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 3) + flow_eps
             conserved_in, conserved_out = conserved_in / position, conserved_out / position
             at, inside = flows + base + tokens, inside_of(tokens, base, last)
             tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
@@ -147,19 +151,20 @@ def flows_kernel(
             store_vector(sums, chunk * 4 + 2, columns, conserved_key, D)
             store_vector(sums, chunk * 4 + 3, columns, conserved_query, D)
         one = tl.where(keep, 1.0, 0.0)
-        key_sums = tl.dot(tl.trans(k), halves(one, inverse_out, DOT), key_sums, input_precision=PRECISION)
-        query_sums = tl.dot(tl.trans(q), halves(one, inverse_in, DOT), query_sums, input_precision=PRECISION)
+        weights = halves(one, inverse_out, inverse_in, tl.zeros([C], tl.float32), DOT)
+        key_sums = tl.dot(tl.trans(k), weights, key_sums, input_precision=PRECISION)
+        query_sums = tl.dot(tl.trans(q), weights, query_sums, input_precision=PRECISION)
 
     if not FINAL:
         index = (row * segments + segment) * 2
         store_vector(conserved, index, columns, pick(key_sums, 1), D)
-        store_vector(conserved, index + 1, columns, pick(query_sums, 1), D)
+        store_vector(conserved, index + 1, columns, pick(query_sums, 2), D)
     else:
         if segment == segments - 1:
             store_vector(end_sums, row * 4, columns, pick(key_sums, 0) - once, D)
             store_vector(end_sums, row * 4 + 1, columns, pick(query_sums, 0) - once, D)
             store_vector(end_sums, row * 4 + 2, columns, pick(key_sums, 1) - once, D)
-            store_vector(end_sums, row * 4 + 3, columns, pick(query_sums, 1) - once, D)
+            store_vector(end_sums, row * 4 + 3, columns, pick(query_sums, 2) - once, D)
         if SPLIT:
             tl.store(totals + row * segments + segment, log_sum)
         else:

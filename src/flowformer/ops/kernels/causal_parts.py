@@ -169,27 +169,39 @@ def within(x, triangle, FAST: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def halves(first, second, DOT: tl.constexpr):
-    """Two vectors (X,) as columns (X, 16), each as what DOT holds of it and the rest: 0 and 1, 2 and 3.
-
-    Sixteen columns are few for tensor cores, and one product then gives several sums.
-    """
-    column = tl.arange(0, 16)[None, :]
-    rest = first - first.to(DOT).to(tl.float32), second - second.to(DOT).to(tl.float32)
-    low = tl.where(column == 0, first[:, None], tl.where(column == 1, rest[0][:, None], 0.0))
-    return tl.where(column == 2, second[:, None], tl.where(column == 3, rest[1][:, None], low)).to(DOT)
+def pairs(a, b, c, d):
+    """Four vectors (X,) as pairs of equal columns (X, 16)."""
+    pair = tl.arange(0, 16)[None, :] // 2
+    low = tl.where(pair == 0, a[:, None], tl.where(pair == 1, b[:, None], 0.0))
+    return tl.where(pair == 2, c[:, None], tl.where(pair == 3, d[:, None], low))
 
 
 @triton.jit
-def beside(first, second):
-    """Two vectors as what a sum of `halves` begins with, (X, 16)."""
-    column = tl.arange(0, 16)[None, :]
-    return tl.where(column == 0, first[:, None], tl.where(column == 2, second[:, None], 0.0))
+def halves(a, b, c, d, DOT: tl.constexpr):
+    """Four vectors (X,) as columns (X, 16), each as what DOT holds of it and the rest: 0 and 1, 2 and 3, and so on.
+
+    Sixteen columns are few for tensor cores, and one product then gives several sums.
+    """
+    whole = pairs(a, b, c, d)
+    rest = pairs(remainder(a, DOT), remainder(b, DOT), remainder(c, DOT), remainder(d, DOT))
+    return tl.where((tl.arange(0, 16) % 2 == 0)[None, :], whole, rest).to(DOT)
+
+
+@triton.jit
+def remainder(x, DOT: tl.constexpr):
+    """What DOT does not hold of x."""
+    return x - x.to(DOT).to(tl.float32)
+
+
+@triton.jit
+def beside(a, b, c, d):
+    """Four vectors as what a sum of products with `halves` begins with, (X, 16)."""
+    return tl.where((tl.arange(0, 16) % 2 == 0)[None, :], pairs(a, b, c, d), 0.0)
 
 
 @triton.jit
 def pick(x, which: tl.constexpr):
-    """One of the two vectors that `halves` put into x (X, 16), or into a product of it."""
+    """One of the vectors that `halves` put into x (X, 16), or into a product of it."""
     return tl.sum(tl.where((tl.arange(0, 16) // 2 == which)[None, :], x, 0.0), 1)
 
 
