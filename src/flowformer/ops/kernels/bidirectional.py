@@ -35,7 +35,7 @@ from ..torch_backend import empty_result
 from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
-from .features import fast
+from .features import fast, float32_precision
 from .launch import launch
 
 MAX_DIM = 256
@@ -223,11 +223,12 @@ def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
         longest,
         keep,
         options,
+        float32_precision(),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(tensors, extras, sequences, dtype, device, longest, keep, options) -> Plan:
+def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, precision) -> Plan:
     scale, variant = options[0], FlowVariant(*options[1:])
     (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, _, _ in tensors[:3])
     value_dim = value_shape[-1]
@@ -236,7 +237,7 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options) -> 
     block_d = max(16, triton.next_power_of_2(dim))
     block_e = min(max(16, triton.next_power_of_2(value_dim)), MEMORY // block_d)
     launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
-    multiply = {torch.float32: "ieee", torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
+    multiply = {torch.float32: precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if multiply == "bf16" and dim < 8:
         # the rounding of so few features does not average out
         multiply = "bf16x3"

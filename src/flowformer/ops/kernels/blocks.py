@@ -1,8 +1,8 @@
 """What the bidirectional kernels share: where a program works, how it reads blocks of tokens, how it multiplies them.
 
 MULTIPLY says how matrices are multiplied: "bf16" on tensor cores; "bf16x3" likewise, but with all bits of a float16 and
-more range than it has; "ieee" in float32; and "rounded", which is what "bf16" computes, for Triton's interpreter, which
-has no arithmetic in bfloat16.
+more range than it has; "tf32x3" for float32, with nearly all bits of it, and "tf32" where torch may do with fewer; and
+for Triton's interpreter "ieee", and "rounded", which is what "bf16" computes, since it has no arithmetic in bfloat16.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def parts(x, MULTIPLY: tl.constexpr):
     """x as the sum of two factors of a matrix product: one bfloat16 alone would cost the gradients two bits."""
     x = x.to(tl.float32)
     high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    if MULTIPLY == "ieee":
-        return x, x
+    if MULTIPLY == "bf16" or MULTIPLY == "bf16x3":
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
     elif MULTIPLY == "rounded":
         return high, nearest(x - high)
     else:
-        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+        return x, x
 
 
 @triton.jit
@@ -159,8 +159,10 @@ def factor(x, MULTIPLY: tl.constexpr):
 def dot(a, b, addend, MULTIPLY: tl.constexpr):
     if MULTIPLY == "bf16" or MULTIPLY == "bf16x3":
         return tl.dot(a, b, addend)
-    else:
+    elif MULTIPLY == "rounded":
         return tl.dot(a, b, addend, input_precision="ieee")
+    else:
+        return tl.dot(a, b, addend, input_precision=MULTIPLY)
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def dot_transposed(a, b, addend, MULTIPLY: tl.constexpr):
         addend = dot(tl.trans(high), b_low, addend, MULTIPLY)
     else:
         b = factor(b, MULTIPLY)
-    if MULTIPLY != "ieee":
+    if MULTIPLY == "bf16" or MULTIPLY == "bf16x3" or MULTIPLY == "rounded":
         addend = dot(tl.trans(low), b, addend, MULTIPLY)
     return dot(tl.trans(high), b, addend, MULTIPLY)
 
@@ -185,6 +187,6 @@ def dot_parts(a, high, low, addend, MULTIPLY: tl.constexpr):
         addend = dot(a_low, high, addend, MULTIPLY)
     else:
         a = factor(a, MULTIPLY)
-    if MULTIPLY != "ieee":
+    if MULTIPLY == "bf16" or MULTIPLY == "bf16x3" or MULTIPLY == "rounded":
         addend = dot(a, low, addend, MULTIPLY)
     return dot(a, high, addend, MULTIPLY)

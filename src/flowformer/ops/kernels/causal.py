@@ -53,8 +53,17 @@ def _same(chunk: int, tile: int, *shape) -> Config:
 
 
 CONFIGS = {
-    (torch.bfloat16, 64): _same(64, 64, 4, 1),
-    (torch.bfloat16, 128): _same(64, 64, 8, 1),
+    (torch.bfloat16, 64): Config(
+        chunk=64,
+        tile=64,
+        sums=Shape(4, 3),
+        flows=Shape(4, 3),
+        flow_gradient=Shape(4, 3),
+        output=Shape(4, 3),
+        value_gradient=Shape(4, 2),
+        gradient=Shape(4, 2),
+    ),
+    (torch.bfloat16, 128): _same(64, 128, 8, 1),
     (torch.bfloat16, 256): _same(32, 64, 8, 1),
     # float32 takes twice the registers and shared memory, and float16 is multiplied as float32
     (torch.float16, 64): _same(16, 64, 4, 1),

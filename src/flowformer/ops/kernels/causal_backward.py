@@ -36,6 +36,7 @@ from .causal_parts import (
     locate,
     pick,
     place,
+    remainder,
     settled,
     store_rows,
     store_vector,
@@ -275,25 +276,28 @@ def value_gradient_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        # all loads before the first product: none moves across the barriers that come with it
+        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        if ALONE:
+            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+            overlap = tl.sum(g * r, 1)
+            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
+            if COMPETITION:
+                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
         gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
         memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
-        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        weight = tl.sum(v * gradient, 1)
+        weight = tl.sum(v.to(tl.float32) * gradient, 1)
         if ALONE:
-            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-            overlap = tl.sum(g * r, 1)
-            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
             conserved_out = tl.zeros([C], tl.float32)
             if COMPETITION:
-                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
                 outgoing, later, log_later = competition_gradient(
                     weight, bounded(flow, clamp), log, later, log_later, tokens
                 )
@@ -444,6 +448,12 @@ def gradient_kernel(
         other_flow = settled(tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0))
         conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
         other_conserved = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
+        before = load_vector(sums, chunk * 4 + REVERSE, columns, D)
+        before_conserved = load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D)
+        after_sum = later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D)
+        after_conserved = load_vector(after, chunk * 4 + 1 + 2 * REVERSE, columns, D)
+        if not REVERSE and WHOLE:
+            overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
         if REVERSE:
             take, give = give, take
             inverse, other_inverse = other_inverse, inverse
@@ -452,15 +462,17 @@ def gradient_kernel(
 
         given, valid = (m * give[:, None]).to(DOT), tl.where(keep, 1.0, 0.0)
         met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
-        gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION) * take[:, None]
+        gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION)
+        if not REVERSE:
+            gradient = tl.dot(u, tl.trans(remainder(memory, DOT).to(DOT)), gradient, input_precision=PRECISION)
+        gradient *= take[:, None]
         memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
         if not REVERSE:
             gradient = tl.dot(within(met, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+            gradient = tl.dot(within(remainder(met, DOT), lower, FAST, DOT), b, gradient, input_precision=PRECISION)
             if WHOLE:
                 # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
-                overlap = tl.sum(gradient * a.to(tl.float32), 1)
-                overlap -= load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-                flow -= overlap * inverse / position
+                flow -= (tl.sum(gradient * a.to(tl.float32), 1) - overlap) * inverse / position
         from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             from_later += met
@@ -470,12 +482,8 @@ def gradient_kernel(
         gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
         once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
         gradient += eps * once[:, None]
-        before = settled(load_vector(sums, chunk * 4 + REVERSE, columns, D))
-        before_conserved = settled(load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D))
-        after_sum = settled(later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D))
-        after_conserved = settled(load_vector(after, chunk * 4 + 1 + 2 * REVERSE, columns, D))
-        gradient += flow[:, None] * before[None, :] + conserved[:, None] * before_conserved[None, :]
-        gradient += inverse[:, None] * after_conserved[None, :] + after_sum[None, :]
+        gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
+        gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
         gradient = feature_gradient(gradient, a.to(tl.float32), scale, MAP)
         if positions is not None:
             gradient = tl.where(keep[:, None], gradient, 0.0)

@@ -18,6 +18,11 @@ def fast(x: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (7, 5)
 
 
+def float32_precision() -> str:
+    """How tensor cores multiply float32: in one product where torch may round its factors too, else in three."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
 @triton.jit
 def _half_sigmoid(x):
     """The sigmoid of 2x: one special-function instruction instead of two and a division."""
