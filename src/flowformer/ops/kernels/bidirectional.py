@@ -40,7 +40,7 @@ from .launch import launch
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MEMORY = 128 * 128  # numbers of S that one program holds; more are cut along E
+MEMORY = 128 * 128  # numbers of S that one program holds, of float32 half as many; more are cut along E
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 # a head is cut into segments until each processor has two programs, or a segment 128 tokens; and further, until it has
 # six programs, or a segment 1024 tokens, since what the programs add up must be written and read again
@@ -235,7 +235,8 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
     records = heads * (batch if sequences is None else sequences)
     align, strides = _strides(tensors)
     block_d = max(16, triton.next_power_of_2(dim))
-    block_e = min(max(16, triton.next_power_of_2(value_dim)), MEMORY // block_d)
+    memory = MEMORY // 2 if dtype == torch.float32 else MEMORY
+    block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
     launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
     multiply = {torch.float32: precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if multiply == "bf16" and dim < 8:

@@ -60,14 +60,14 @@ def grad_memory(
         share = tl.load(allocation + start + offset, mask=valid, other=0.0)
         received = share * size / tl.load(incoming + start + offset, mask=valid, other=1.0)
         seen = tl.zeros((BLOCK,), tl.float32)
-        for tile in tl.static_range(0, E, BLOCK_E):
-            g = rows(grad, g_row, start, offset, valid, tile + values, E)
+        g = rows(grad, g_row, start, offset, valid, tl.program_id(1) * BLOCK_E + values, E)
+        for tile in tl.range(0, E, BLOCK_E, num_stages=1):
+            each = g
             if E > BLOCK_E:
+                each = rows(grad, g_row, start, offset, valid, tile + values, E)
                 high, low = memory_tile(records, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
-            x = dot_parts(g, high, low, tl.zeros((BLOCK, BLOCK_D), tl.float32), MULTIPLY)
+            x = dot_parts(each, high, low, tl.zeros((BLOCK, BLOCK_D), tl.float32), MULTIPLY)
             seen += tl.sum(q * x, 1)
-        if E > BLOCK_E:
-            g = rows(grad, g_row, start, offset, valid, tl.program_id(1) * BLOCK_E + values, E)
         result = dot_transposed(q * received[:, None], g, result, MULTIPLY)
         seen *= received
         if tl.program_id(1) == 0:
@@ -163,7 +163,7 @@ def grad_competition(
         weights += weight
         if COMPETITION != "none":
             seen = tl.zeros((BLOCK,), tl.float32)
-            for tile in tl.static_range(0, E, BLOCK_E):
+            for tile in tl.range(0, E, BLOCK_E, num_stages=1):
                 v = rows(value, v_row, start, offset, valid, tile + values, E)
                 if E > BLOCK_E:
                     high, low = memory_tile(grads, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
@@ -232,7 +232,7 @@ def grad_query(
         weights += weight
 
         x = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-        for tile in tl.static_range(0, E, BLOCK_E):
+        for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             g = rows(grad, g_row, start, offset, valid, tile + values, E)
             if E > BLOCK_E:
                 high, low = memory_tile(records, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
@@ -312,7 +312,7 @@ def grad_source(
         k = features(key, k_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
         factor = tl.where(valid, scale, 0.0)
         x = factor[:, None] * grad_key_sum[None, :]
-        for tile in tl.static_range(0, E, BLOCK_E):
+        for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             v = rows(value, v_row, start, offset, valid, tile + values, E)
             y = tl.zeros((BLOCK, BLOCK_E), tl.float32)
             for member in range(SHARED):

@@ -286,7 +286,7 @@ def result(
         if KEEP:
             tl.store(allocation + start + offset, share, mask=inside)
         received = share * size / tl.load(incoming + start + offset, mask=inside, other=1.0)
-        for tile in tl.static_range(0, E, BLOCK_E):
+        for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             if E > BLOCK_E:
                 high, low = memory_tile(records, columns[:, None], tile + values[None, :], D, E, MULTIPLY)
             x = dot_parts(q, high, low, tl.zeros((BLOCK, BLOCK_E), tl.float32), MULTIPLY)
