@@ -305,6 +305,7 @@ def parse(arguments: list[str] | None = None):
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=list(map(Shape.parse, SHAPES[has_cuda])))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
+    parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, by how their names begin")
     parser.add_argument("--repeats", type=int, default=25, help="times each contestant runs at each length")
     parser.add_argument("--seconds", type=float, default=60, help="after which a length ends with at least 5 repeats")
     parser.add_argument("--limit", type=float, default=10, help="seconds; what takes more for one run is left out")
@@ -320,16 +321,18 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows = []
     for kind in options.kinds:
         field = contestants(kind, options.backends)
+        if options.contestants:
+            field = [each for each in field if each.name.startswith(tuple(options.contestants))]
         for shape in options.shapes:
             torch.compiler.reset()
             check(kind, field, shape.heads, shape.dim, options.device, getattr(torch, options.dtype))
             measured = measure(kind, field, shape, options)
             print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
             rows += measured
-    for name, value in decode(options).items():
-        print(f"decode: {name}: {value:.3g}")
     if options.csv:
         write_csv(options.csv, rows, facts)
+    for name, value in decode(options).items():
+        print(f"decode: {name}: {value:.3g}")
     return rows
 
 

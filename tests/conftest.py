@@ -9,3 +9,13 @@ torch.set_num_threads(1)
 # Triton reads this when it is imported, which any test may be the first to do
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_parity.py"}
+
+
+def pytest_collection_modifyitems(items):
+    """Where there is a GPU, the tests of the kernels run on it: `pytest -m gpu` is all of them."""
+    for item in items:
+        if torch.cuda.is_available() and item.path.name in ON_GPU:
+            item.add_marker("gpu")

@@ -190,10 +190,11 @@ class TestPaper:
 
 
 def test_speed_curves(tmp_path):
-    rows = "kind,shape,contestant,both_ms\ncausal,B1H2N512d64,ours,2.0\ncausal,B1H2N1024d64,ours,4.0\n"
+    rows = "kind,shape,contestant,forward_ms,both_ms\ncausal,B1H2N1024d64,ours,1.5,4.0\ncausal,B1H2N512d64,ours,1,2.0\n"
     (tmp_path / "times.csv").write_text(rows)
-    panel = viz.speed_curves(tmp_path / "times.csv").axes[0]
-    assert [list(line.get_xdata()) for line in panel.lines] == [[512, 1024]]
+    forward, both = viz.speed_curves(tmp_path / "times.csv").axes
+    assert [list(line.get_xdata()) for line in (*forward.lines, *both.lines)] == [[512, 1024]] * 2
+    assert [list(line.get_ydata()) for line in (*forward.lines, *both.lines)] == [[1, 1.5], [2, 4]]
     (tmp_path / "empty.csv").write_text("kind,shape,contestant,both_ms\n")
     with pytest.raises(ValueError, match="has no rows"):
         viz.speed_curves(tmp_path / "empty.csv")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import relative_error
 
 from flowformer import flow_attention, flow_attention_recurrent
 
@@ -18,6 +19,7 @@ VARIANT = {"core_normal": "core", "core_causal": "core", "rl_causal": "rl", "ts_
 PROJECTED = [name for name, entry in INDEX.items() if entry["kind"] in ("core_normal", "core_causal", "rl_causal")]
 BARE = [name for name, entry in INDEX.items() if entry["kind"] == "ts_attention"]
 BACKENDS = ["torch", "reference"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(name):
@@ -95,6 +97,17 @@ def test_decoding(name, backend):
     close(result.detach(), data["out"])
     result.backward(data["grad_out"])
     close(leaves["x"].grad, data["grad_x"])
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_kernels_in_float32(name):
+    data, entry = load(name)
+    data = {key: x.to(DEVICE, torch.float32) for key, x in data.items()}
+    options = {"is_causal": "causal" in entry["kind"], "variant": VARIANT[entry["kind"]], "backend": "triton"}
+    result, leaves = project(data, entry, lambda *x: flow_attention(*x, **options))
+    result.backward(data["grad_out"])
+    assert relative_error(result, data["out"]) < 1e-5
+    assert relative_error(leaves["x"].grad, data["grad_x"]) < 1e-5
 
 
 def test_the_clamp_of_the_authors_is_seen():

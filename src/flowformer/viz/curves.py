@@ -42,22 +42,28 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def speed_curves(path: Path) -> Figure:
-    """Time of forward and backward together over the length, from the CSV of a benchmark; one panel a kind."""
-    times: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    """Time over the length, from the CSV of a benchmark; a column a kind, forward above forward and backward."""
+    steps = {"forward_ms": "forward, ms", "both_ms": "forward + backward, ms"}
+    times: dict[str, dict[str, list[tuple[int, dict]]]] = defaultdict(lambda: defaultdict(list))
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             length = re.search(r"N(\d+)", row["shape"])
             if length is None:
                 raise ValueError(f"{path} is no benchmark of attention: the shape {row['shape']!r} has no length.")
-            times[row["kind"]][row["contestant"]].append((int(length[1]), float(row["both_ms"])))
+            times[row["kind"]][row["contestant"]].append((int(length[1]), row))
     if not times:
         raise ValueError(f"{path} has no rows.")
-    figure = Figure(figsize=(5 * len(times), 3.6), layout="constrained")
-    for panel, (kind, contestants) in zip(figure.subplots(1, len(times), squeeze=False)[0], times.items(), strict=True):
-        for name, points in contestants.items():
-            panel.plot(*zip(*sorted(points), strict=True), marker=".", label=name)
-        panel.set(title=kind, xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-        panel.legend(fontsize=8)
+    figure = Figure(figsize=(5 * len(times), 6.4), layout="constrained")
+    columns = figure.subplots(2, len(times), squeeze=False, sharex="col").T
+    for panels, (kind, contestants) in zip(columns, times.items(), strict=True):
+        for panel, (step, label) in zip(panels, steps.items(), strict=True):
+            for name, points in contestants.items():
+                lengths, rows = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+                panel.plot(lengths, [float(row[step]) for row in rows], marker=".", label=name)
+            panel.set(xscale="log", yscale="log", ylabel=label)
+        panels[0].set(title=kind)
+        panels[0].legend(fontsize=8)
+        panels[1].set(xlabel="tokens")
     return figure
 
 

@@ -40,7 +40,7 @@ from .launch import launch
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MEMORY = 128 * 128  # numbers of S that one program holds, of float32 half as many; more are cut along E
+MEMORY = 128 * 128  # numbers of S that one program holds, of float32 fewer; more are cut along E
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 # a head is cut into segments until each processor has two programs, or a segment 128 tokens; and further, until it has
 # six programs, or a segment 1024 tokens, since what the programs add up must be written and read again
@@ -235,8 +235,6 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
     records = heads * (batch if sequences is None else sequences)
     align, strides = _strides(tensors)
     block_d = max(16, triton.next_power_of_2(dim))
-    memory = MEMORY // 2 if dtype == torch.float32 else MEMORY
-    block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
     launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
     multiply = {torch.float32: precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if multiply == "bf16" and dim < 8:
@@ -244,6 +242,8 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
         multiply = "bf16x3"
     if INTERPRETED:
         multiply = "rounded" if multiply == "bf16" else "ieee"
+    memory = MEMORY // {"tf32": 2, "ieee": 4}.get(multiply, 1)
+    block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
     processors = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
     segments = max(1, *(min(count * processors // records, longest // tokens) for count, tokens in SEGMENTS))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)

@@ -1,8 +1,8 @@
 """What the bidirectional kernels share: where a program works, how it reads blocks of tokens, how it multiplies them.
 
 MULTIPLY says how matrices are multiplied: "bf16" on tensor cores; "bf16x3" likewise, but with all bits of a float16 and
-more range than it has; "tf32x3" for float32, with nearly all bits of it, and "tf32" where torch may do with fewer; and
-for Triton's interpreter "ieee", and "rounded", which is what "bf16" computes, since it has no arithmetic in bfloat16.
+more range than it has; "ieee" in float32, and "tf32" on tensor cores where torch may do so too; and "rounded", which is
+what "bf16" computes, for Triton's interpreter, which has no arithmetic in bfloat16.
 """
 
 from __future__ import annotations

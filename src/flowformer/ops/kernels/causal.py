@@ -22,8 +22,8 @@ from . import causal_backward, causal_forward, causal_parts
 from .features import fast
 from .launch import launch
 
-PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
-ENOUGH = 192  # heads that keep it busy alone: a second segment would only read its tokens more often
+PROGRAMS = 1024  # segments of all heads together that keep a large GPU busy
+ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
 SHORTEST = 256  # tokens worth a segment of their own
 
 
@@ -61,7 +61,7 @@ CONFIGS = {
         flow_gradient=Shape(4, 3),
         output=Shape(4, 3),
         value_gradient=Shape(4, 2),
-        gradient=Shape(4, 2),
+        gradient=Shape(4, 1),
     ),
     (torch.bfloat16, 128): _same(64, 128, 8, 1),
     (torch.bfloat16, 256): _same(32, 64, 8, 1),
@@ -108,7 +108,7 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
     inputs = *tensors[:4], None, query.shape[2], *tensors[4:]
-    result, *rest = _Causal.apply(*inputs, scale, *variant.as_args())
+    result, *rest = _apply(*inputs, scale, *variant.as_args())
     return result, tuple(rest[:3])
 
 
@@ -117,8 +117,14 @@ def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Te
     bounds, _, longest, _ = lengths
     query, key, value = library.distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)))
     none = (None, None, None)
-    result, *_ = _Causal.apply(query, key, value, None, bounds, longest, *none, scale, *variant.as_args())
+    result, *_ = _apply(query, key, value, None, bounds, longest, *none, scale, *variant.as_args())
     return result[0].transpose(0, 1)
+
+
+def _apply(*inputs):
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return _Causal.apply(*inputs)
+    return torch.ops.flowformer.triton_causal(*inputs)
 
 
 class _Causal(torch.autograd.Function):

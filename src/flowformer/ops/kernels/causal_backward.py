@@ -276,28 +276,25 @@ def value_gradient_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        # all loads before the first product: none moves across the barriers that come with it
-        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
-        if ALONE:
-            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-            overlap = tl.sum(g * r, 1)
-            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
-            if COMPETITION:
-                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
         gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
         memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
-        weight = tl.sum(v.to(tl.float32) * gradient, 1)
+        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        weight = tl.sum(v * gradient, 1)
         if ALONE:
+            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+            overlap = tl.sum(g * r, 1)
+            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
             conserved_out = tl.zeros([C], tl.float32)
             if COMPETITION:
+                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
                 outgoing, later, log_later = competition_gradient(
                     weight, bounded(flow, clamp), log, later, log_later, tokens
                 )
@@ -448,6 +445,7 @@ def gradient_kernel(
         other_flow = settled(tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0))
         conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
         other_conserved = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
+        # needed last, but no load moves across the barriers of the products
         before = load_vector(sums, chunk * 4 + REVERSE, columns, D)
         before_conserved = load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D)
         after_sum = later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D)

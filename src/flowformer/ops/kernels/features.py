@@ -19,8 +19,8 @@ def fast(x: torch.Tensor) -> bool:
 
 
 def float32_precision() -> str:
-    """How tensor cores multiply float32: in one product where torch may round its factors too, else in three."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    """How float32 is multiplied: on tensor cores where torch may round its factors too, else with all bits."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @triton.jit
