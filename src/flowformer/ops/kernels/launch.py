@@ -31,12 +31,16 @@ def launch(
     if compiled is None:
         return None
     run, rest = compiled.run, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
     # without the hooks of profilers
     head = compiled.function, compiled.packed_metadata, None, None, None
 
     def again(*args: Any) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        # as numbers, since Triton would ask the driver about each tensor
-        run(*grid, stream, *head, *[x.data_ptr() if isinstance(x, Tensor) else x for x in args], *rest)
+        numbers = list(args)
+        for i in tensors:
+            # Triton would ask the driver about each tensor
+            numbers[i] = numbers[i].data_ptr()
+        run(*grid, stream, *head, *numbers, *rest)
 
     return again
