@@ -3,11 +3,11 @@
     python benchmarks/attention.py                          # what the README states, on this machine
     python benchmarks/attention.py --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
 
-First every contestant is checked against the float64 reference. Then all of them take turns, so that whatever else the
-machine does hits each alike: median time with the 20th and 80th percentile, and peak memory above the inputs and, for
-forward+backward, their gradients; then how many times faster ours is. On a GPU the floor, the time that the least
-possible memory traffic takes, is a contestant too, and so is flash-linear-attention where it is installed. Last, what a
-token costs to decode early and late in a sequence.
+First every contestant is checked against the float64 reference, and those of this package must pass. Then all of them
+take turns, so that whatever else the machine does hits each alike: median time with the 20th and 80th percentile, and
+peak memory above the inputs and, for forward+backward, their gradients; then how many times faster ours is. On a GPU
+the floor, the time that the least possible memory traffic takes, is a contestant too, and so is flash-linear-attention
+where it is installed. Last, what a token costs to decode early and late in a sequence.
 """
 
 from __future__ import annotations
@@ -188,7 +188,11 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
         ):
             error = ((value.double() - true).norm() / true.norm()).item()
             if not error <= tolerance:
-                sys.exit(f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}")
+                wrong = f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}"
+                if contestant.name.startswith("flow"):
+                    sys.exit(wrong)
+                # it adds up in its own dtype, and is as inexact for its users
+                print(wrong, flush=True)
 
 
 def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[Row]:

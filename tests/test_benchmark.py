@@ -45,10 +45,17 @@ def test_contestants_are_measured_and_written(field, request, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
-def test_a_wrong_contestant_stops_the_run(field):
-    wrong = bench.Contestant("wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
+def test_a_wrong_contestant_of_ours_stops_the_run(field):
+    wrong = bench.Contestant("flow wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
     with pytest.raises(SystemExit, match="wrong, bidirectional: the result is off by"):
         bench.check("bidirectional", [*field, wrong], 2, 8, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
+def test_a_wrong_rival_is_named(field, capsys):
+    wrong = bench.Contestant("authors wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
+    bench.check("bidirectional", [*field, wrong], 2, 8, "cpu", torch.float32)
+    assert "authors wrong, bidirectional: the result is off by" in capsys.readouterr().out
 
 
 class TestMemory:
