@@ -87,7 +87,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
         trainer = Trainer(config, Path(folder), splits._replace(**parts), None, False, report)
         device, task = trainer.accelerator.device, trainer.task
         started, batches = 0.0, []
-        for i, batch in enumerate(trainer.loader(0)):
+        for i, batch in enumerate(trainer.batches(0)):
             if i == warmup * config.accumulate:
                 started = time.perf_counter()
             batches.append(batch)

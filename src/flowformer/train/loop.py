@@ -29,7 +29,7 @@ from accelerate.utils import (  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from .. import data
 from ..data import Splits
@@ -37,6 +37,7 @@ from . import checkpoints, tasks
 from .config import TrainConfig, to_dict
 from .config import load as load_config
 from .config import save as save_config
+from .loader import batches as load_batches
 from .order import Batches, SeededItems, steps_per_epoch
 from .record import RunLog, peak_memory, provenance
 
@@ -146,7 +147,7 @@ class Trainer:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
         self._loss = torch.tensor(progress.loss, device=self._device)  # its sum stays there until it is logged
-        batches = iter(self.loader(progress.step))
+        batches = self.batches(progress.step)
         final: dict[str, Any] | None = None
         try:
             with _stop_requests() as stop_requested:
@@ -190,8 +191,10 @@ class Trainer:
             self._loss += loss.detach()
         if config.optimiser.clip is not None:
             accelerator.clip_grad_norm_(self.objective.parameters(), config.optimiser.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        # the wrapper, which scales what float16 needs, looks for optional packages in every step
+        optimiser = self.optimiser if accelerator.scaler else self.optimiser.optimizer
+        optimiser.step()
+        optimiser.zero_grad()
         progress.step += 1
 
     def _log_update(self, started: float) -> None:
@@ -309,30 +312,13 @@ class Trainer:
     def _device(self) -> torch.device:
         return self.accelerator.device
 
-    @property
-    def _cpu(self) -> bool:
-        return self._device.type == "cpu"
-
-    def loader(self, start: int) -> DataLoader:
+    def batches(self, start: int) -> Iterator[tasks.Batch]:
         """The batches of this process from an update on."""
-        accelerator, dataset = self.accelerator, self.splits.train
-        order = Batches(
-            _size(dataset),
-            self.config,
-            start,
-            self.steps,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
-        return DataLoader(
-            SeededItems(dataset, self.config.seed),
-            batch_sampler=order,  # type: ignore[arg-type]
-            collate_fn=collate_for(self.config, self.splits),
-            num_workers=self.config.workers,
-            worker_init_fn=_leave_interrupts,
-            pin_memory=not self._cpu,
-            generator=torch.Generator(),  # else making workers would take a random number from the run
-        )
+        accelerator, dataset, config = self.accelerator, self.splits.train, self.config
+        process, processes = accelerator.process_index, accelerator.num_processes
+        order = Batches(_size(dataset), config, start, self.steps, process, processes)
+        items, collate = SeededItems(dataset, config.seed), collate_for(config, self.splits)
+        return load_batches(items, order, collate, config.workers, self._device)
 
     def _agreed(self, stop: bool) -> bool:
         """Whether any process was asked to stop; asked only now and then where that takes communication."""
@@ -383,15 +369,7 @@ def evaluate(
     batches = [range(first, min(first + size, _size(dataset))) for first in range(0, _size(dataset), size)]
     # all processes run as often, since a sharded model needs all of them; who has nothing left runs an example again
     shares = [list(batch[process::processes]) or [batch[0]] for batch in batches]
-    loader = DataLoader(
-        dataset,
-        batch_sampler=shares,
-        collate_fn=collate,
-        num_workers=config.workers,
-        worker_init_fn=_leave_interrupts,
-        pin_memory=accelerator.device.type != "cpu",
-        generator=torch.Generator(),
-    )
+    loader = load_batches(dataset, shares, collate, config.workers, accelerator.device)
     was_training = objective.training
     objective.eval()
     with torch.no_grad(), accelerator.autocast():
@@ -443,11 +421,6 @@ def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device
     if options.name == "radam":
         return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
     return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)
-
-
-def _leave_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; a worker goes on until the loop, which decides, is done with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

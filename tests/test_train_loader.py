@@ -1,0 +1,43 @@
+"""Batches in one piece: what goes in comes out, from workers too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from flowformer.data import collate
+from flowformer.train.loader import Piece, batches
+
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 7, 3)])
+def test_a_piece_is_its_batch(shape):
+    torch.manual_seed(0)
+    batch = {str(dtype): (torch.randn(shape) * 9).to(dtype) for dtype in DTYPES}
+    found = Piece(batch).batch()
+    assert list(found) == list(batch)
+    for name, x in batch.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name], x)
+
+
+def test_tensors_of_any_strides():
+    x = torch.arange(12).view(3, 4).T[::2]
+    assert torch.equal(Piece({"x": x}).batch()["x"], x)
+
+
+class Tokens(Dataset):
+    def __getitem__(self, index):
+        return {"tokens": torch.arange(index + 1), "label": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_in_their_order(workers):
+    order = [[4, 1], [2], [0, 3, 5]]
+    found = list(batches(Tokens(), order, collate, workers, torch.device("cpu")))
+    for indices, batch in zip(order, found, strict=True):
+        expected = collate([Tokens()[index] for index in indices])
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
