@@ -101,6 +101,14 @@ def contestants(kind: str, backends: list[str]) -> list[Contestant]:
     ]
 
 
+def chosen(field: list[Contestant], names: list[str]) -> list[Contestant]:
+    """The contestants whose names begin with one of these."""
+    found = [each for each in field if each.name.startswith(tuple(names))]
+    if not found:
+        sys.exit(f"no contestant begins with {' or '.join(names)}; there are {', '.join(each.name for each in field)}.")
+    return found
+
+
 def fla_contestants() -> list[Contestant]:
     """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
     try:
@@ -326,7 +334,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for kind in options.kinds:
         field = contestants(kind, options.backends)
         if options.contestants:
-            field = [each for each in field if each.name.startswith(tuple(options.contestants))]
+            field = chosen(field, options.contestants)
         for shape in options.shapes:
             torch.compiler.reset()
             check(kind, field, shape.heads, shape.dim, options.device, getattr(torch, options.dtype))

@@ -52,6 +52,13 @@ def test_a_wrong_contestant_of_ours_stops_the_run(field):
 
 
 @pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
+def test_contestants_are_chosen_by_how_they_begin(field):
+    assert [each.name for each in bench.chosen(field, ["authors", "sdpa"])] == ["authors eager", "sdpa"]
+    with pytest.raises(SystemExit, match="no contestant begins with flsh; there are flow torch"):
+        bench.chosen(field, ["flsh"])
+
+
+@pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
 def test_a_wrong_rival_is_named(field, capsys):
     wrong = bench.Contestant("authors wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
     bench.check("bidirectional", [*field, wrong], 2, 8, "cpu", torch.float32)
@@ -281,3 +288,10 @@ soft,1024,training,OOM,,
         (tmp_path / "times.csv").write_text(rows)
         panels = viz.speed_figure(tmp_path / "times.csv").axes
         assert [panel.get_title() for panel in panels] == ["causal", ""]
+
+    def test_what_is_no_benchmark_is_told_so(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="accepted: the CSV that a benchmark wrote"):
+            viz.speed_figure(tmp_path / "times.csv")
+        (tmp_path / "times.csv").write_text("kind,shape,contestant,both_ms\n")
+        with pytest.raises(ValueError, match="it lacks forward_ms"):
+            viz.speed_figure(tmp_path / "times.csv")

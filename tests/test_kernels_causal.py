@@ -20,6 +20,7 @@ from flowformer import FlowVariant
 from flowformer.ops import library, reference
 from flowformer.ops.kernels import causal as kernels
 from flowformer.ops.kernels.decode import decode
+from flowformer.ops.kernels.launch import dense
 from flowformer.ops.state import FlowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -389,6 +390,13 @@ def test_the_operators_pass_opcheck():
     torch.library.opcheck(
         torch.ops.flowformer.triton_decode.default, (*token, None, *state, *options), test_utils=tests
     )
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied():
+    far = torch.empty_strided((1, 1, 2, 4), (1, 1, 2**22, 1), device=DEVICE)
+    assert dense(far).stride() == (8, 8, 4, 1)
+    near = torch.empty(1, 3, 2, 4, device=DEVICE).transpose(1, 2)
+    assert dense(near) is near
 
 
 gpu = pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,8 @@ class Piece:
         return found
 
 
-class _Collated:
-    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
-        self.collate = collate
-
-    def __call__(self, items: list[Any]) -> Piece:
-        return Piece(self.collate(items))
+def _piece(collate: Callable[[list[Any]], Batch], items: list[Any]) -> Piece:
+    return Piece(collate(items))
 
 
 def batches(
@@ -59,7 +56,7 @@ def batches(
     loader = DataLoader(
         dataset,
         batch_sampler=order,
-        collate_fn=_Collated(collate),
+        collate_fn=partial(_piece, collate),
         num_workers=workers,
         worker_init_fn=_leave_interrupts,
         pin_memory=device.type != "cpu",

@@ -110,6 +110,13 @@ def speed_bars(path: Path) -> Figure:
 
 def speed_figure(path: Path) -> Figure:
     """The figure of a benchmark's CSV, bars or curves, whichever its columns are for."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; accepted: the CSV that a benchmark wrote with --csv or --out.")
     with path.open(newline="") as file:
         columns = next(csv.reader(file), [])
-    return speed_bars(path) if "steps_per_second" in columns else speed_curves(path)
+    if "steps_per_second" in columns:
+        return speed_bars(path)
+    missing = {"kind", "contestant", "shape", "forward_ms", "both_ms"}.difference(columns)
+    if missing:
+        raise ValueError(f"{path} is no benchmark's CSV: it lacks {', '.join(sorted(missing))}.")
+    return speed_curves(path)

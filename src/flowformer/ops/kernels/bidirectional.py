@@ -19,7 +19,6 @@ Packed sequences are one row of a batch, (1, H, T, D), with the bounds of the se
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -36,7 +35,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import launch
+from .launch import dense, device_of, launch
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +105,7 @@ class _Bidirectional(torch.autograd.Function):
 
 
 def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
-    query, key, value = _dense(query), _dense(key), _dense(value)
+    query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
     sizes = _kept_sizes(query, key, value, query_bounds, keep)
     kept = torch.empty(sum(sizes), dtype=torch.float32, device=query.device)
@@ -122,7 +121,7 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
     plan = _planned((query, key, value, result), extras, longest, keep, options)
     incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
     partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
-    with _on(query.device):
+    with device_of(query):
         plan.launch("sums", query, key, *extras, partial)
         plan.launch("flows", query, key, *extras, partial, incoming, outgoing)
         plan.launch("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
@@ -135,8 +134,8 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     grads = tuple((torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value))
     if 0 in (*query.shape, *value.shape):
         return tuple(x.zero_() for x in grads)
-    grad, query, key, value = _dense(grad), _dense(query), _dense(key), _dense(value)
-    outs = grad_query, grad_key, grad_value = tuple(_dense(x) for x in grads)
+    grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
+    outs = grad_query, grad_key, grad_value = tuple(dense(x) for x in grads)
 
     query_mask, key_mask = _contiguous(query_mask), _contiguous(key_mask)
     extras = query_mask, key_mask, query_bounds, key_bounds
@@ -149,7 +148,7 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     ).split_with_sizes(scratch)
     sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
     per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
-    with _on(query.device):
+    with device_of(query):
         plan.launch("grad_memory", query, grad, *sinks)
         plan.launch("grad_finish", partial, records, grad_records, products)
         sources = key_mask, key_bounds, records, partial, grad_records
@@ -335,11 +334,6 @@ def _aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def _dense(x: Tensor) -> Tensor:
-    # a block of tokens is addressed in 32 bits
-    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
-
-
 def _contiguous(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous()
 
@@ -352,7 +346,3 @@ def _processors(device: torch.device) -> int:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

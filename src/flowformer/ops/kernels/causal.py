@@ -6,7 +6,6 @@ The three tensors of a state are those of `FlowState`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .features import fast
-from .launch import launch
+from .launch import dense, device_of, launch
 
 PROGRAMS = 1024  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
@@ -32,7 +31,6 @@ class Shape(NamedTuple):
 
     warps: int
     stages: int
-    registers: int | None = None  # at most, for each thread
 
 
 class Config(NamedTuple):
@@ -48,8 +46,8 @@ class Config(NamedTuple):
     gradient: Shape
 
 
-def _same(chunk: int, tile: int, *shape) -> Config:
-    return Config(chunk, tile, *[Shape(*shape)] * 6)
+def _same(chunk: int, tile: int, warps: int, stages: int) -> Config:
+    return Config(chunk, tile, *[Shape(warps, stages)] * 6)
 
 
 CONFIGS = {
@@ -205,8 +203,7 @@ class Plan:
             again(*args)
             return
         grid, options = (self.rows, self.segments, tiles), {**options, "C": self.config.chunk, "STAGES": shape.stages}
-        settings = {"num_warps": shape.warps, "maxnreg": shape.registers}
-        self.launched[kernel, name] = launch(kernel, grid, args, options, self.device, **settings)
+        self.launched[kernel, name] = launch(kernel, grid, args, options, self.device, num_warps=shape.warps)
 
     def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
         """Adds up the memories of the segments before each, after each in reverse."""
@@ -242,7 +239,7 @@ def _plan(tensors, query, key, value, bounds, longest, scale, variant) -> Plan:
 
 def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, variant: FlowVariant):
     """The result, the three tensors of the state after it, and what the backward pass needs."""
-    query, key, value = (_with_rows(x) for x in (query, key, value))
+    query, key, value = (dense(x) for x in (query, key, value))
     sums, memory, scalars = (None if x is None else x.contiguous() for x in (sums, memory, scalars))
     result, ends, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
     if bounds is not None:
@@ -298,7 +295,7 @@ def backward(
     chunk_sums, logs, memories, scale, variant: FlowVariant,
 ):  # fmt: skip
     """The gradients of query, key and value, and of the state before the first token."""
-    query, key, value, grad = (_with_rows(x) for x in (query, key, value, grad))
+    query, key, value, grad = (dense(x) for x in (query, key, value, grad))
     grad_sums, grad_memory, grad_scalars, scalars = (
         None if x is None else x.contiguous() for x in (grad_sums, grad_memory, grad_scalars, scalars)
     )
@@ -430,16 +427,6 @@ def _signed_positions(mask: Tensor) -> Tensor:
 def _block(dim: int) -> int:
     # a product of the tensor cores has at least sixteen columns
     return max(16, triton.next_power_of_2(dim))
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def device_of(x: Tensor):
-    """Makes the device of x the current one, which Triton launches on."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def _forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):

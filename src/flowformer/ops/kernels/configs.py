@@ -64,7 +64,7 @@ HALF = {
     ),
     256: _table((32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
 }
-# float32 is multiplied without tensor cores
+# float32 takes twice the registers and shared memory
 FLOAT = {
     64: _table(*[(32, 4, 1)] * len(KERNELS)),
     256: _table(*[(16, 8, 1)] * len(KERNELS)),

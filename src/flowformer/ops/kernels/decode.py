@@ -14,9 +14,9 @@ from torch import Tensor
 from .. import library, torch_backend
 from ..torch_causal import State
 from ..variant import FlowVariant
-from .causal import device_of
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
+from .launch import device_of
 
 
 @triton.jit

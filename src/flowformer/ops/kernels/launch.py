@@ -1,9 +1,10 @@
-"""How kernels are launched again: what Triton finds out about every argument of every call takes longer than the kernel
-of a short sequence, and is the same for every call of one plan."""
+"""How kernels are launched, and launched again: what Triton finds out about every argument of every call takes longer
+than the kernel of a short sequence, and is the same for every call of one plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,3 +45,14 @@ def launch(
         run(*grid, stream, *head, *numbers, *rest)
 
     return again
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """Makes the device of x the current one, which Triton launches on."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
+    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
