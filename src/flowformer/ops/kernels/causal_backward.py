@@ -458,7 +458,7 @@ def gradient_kernel(
             flow, other_flow = other_flow, flow
             conserved, other_conserved = other_conserved, conserved
 
-        given, valid = (m * give[:, None]).to(DOT), tl.where(keep, 1.0, 0.0)
+        given = (m * give[:, None]).to(DOT)
         met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
         gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION)
         if not REVERSE:
@@ -474,7 +474,12 @@ def gradient_kernel(
         from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             from_later += met
-        from_earlier = conserved[:, None] * other_inverse[None, :] + flow[:, None] * valid[None, :]
+        from_earlier = conserved[:, None] * other_inverse[None, :]
+        if positions is not None:
+            from_earlier += flow[:, None] * tl.where(keep, 1.0, 0.0)[None, :]
+        else:
+            # what lies behind the last token is never earlier than one that is stored
+            from_earlier += flow[:, None]
         weights = tl.where(tokens[:, None] == tokens[None, :], from_later + from_earlier, from_later)
         weights = tl.where(tokens[:, None] > tokens[None, :], from_earlier, weights)
         gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
