@@ -24,6 +24,7 @@ from .launch import dense, device_of, launch
 PROGRAMS = 1024  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
 SHORTEST = 256  # tokens worth a segment of their own
+SMALL = 2.0**-14  # an ε that bfloat16 features of about a half cannot hold, not even several times
 
 
 class Shape(NamedTuple):
@@ -364,7 +365,8 @@ def backward(
         )  # fmt: skip
         plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, {**features, **counted})
         whole = plan.feature_tiles == 1
-        products = {**features, **plan.roles, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole}
+        raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
+        products = {**features, **plan.roles, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole, "RAISED": raised}
         products |= {"E": value_dim, "BLOCK_E": plan.block_e}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):

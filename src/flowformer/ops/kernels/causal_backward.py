@@ -36,12 +36,12 @@ from .causal_parts import (
     locate,
     pick,
     place,
-    remainder,
     settled,
     store_rows,
     store_vector,
     sum_segments,
     triangle,
+    truncated,
     within,
 )
 from .features import feature_gradient, sigmoid
@@ -393,11 +393,12 @@ def gradient_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
-    REVERSE: tl.constexpr, STAGES: tl.constexpr,
+    RAISED: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
-    Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features.
+    Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features,
+    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -421,6 +422,8 @@ def gradient_kernel(
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
+    # dQ is a small difference of large terms: rounded but once, they would cost it two bits
+    HALVES: tl.constexpr = tl.bfloat16 == DOT and REVERSE == 0
     mine = 1 - REVERSE
     later = load_vector(grad_sums, row * 4 + mine, columns, D)
     later += sum_segments(partial, segment + 1, segments, segments, columns, mine, D)
@@ -460,14 +463,21 @@ def gradient_kernel(
 
         given = (m * give[:, None]).to(DOT)
         met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
-        gradient = tl.dot(u, tl.trans(memory.to(DOT)), input_precision=PRECISION)
-        if not REVERSE:
-            gradient = tl.dot(u, tl.trans(remainder(memory, DOT).to(DOT)), gradient, input_precision=PRECISION)
+        high = memory
+        if HALVES:
+            high = truncated(memory)
+        gradient = tl.dot(u, tl.trans(high.to(DOT)), input_precision=PRECISION)
+        if HALVES:
+            gradient = tl.dot(u, tl.trans((memory - high).to(DOT)), gradient, input_precision=PRECISION)
         gradient *= take[:, None]
         memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
         if not REVERSE:
-            gradient = tl.dot(within(met, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
-            gradient = tl.dot(within(remainder(met, DOT), lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+            high = met
+            if HALVES:
+                high = truncated(met)
+                low = within(met - high, lower, FAST, DOT)
+                gradient = tl.dot(low, b, gradient, input_precision=PRECISION)
+            gradient = tl.dot(within(high, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
             if WHOLE:
                 # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
                 flow -= (tl.sum(gradient * a.to(tl.float32), 1) - overlap) * inverse / position
@@ -483,8 +493,9 @@ def gradient_kernel(
         weights = tl.where(tokens[:, None] == tokens[None, :], from_later + from_earlier, from_later)
         weights = tl.where(tokens[:, None] > tokens[None, :], from_earlier, weights)
         gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
-        once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
-        gradient += eps * once[:, None]
+        if RAISED:
+            once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
+            gradient += eps * once[:, None]
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
         gradient = feature_gradient(gradient, a.to(tl.float32), scale, MAP)

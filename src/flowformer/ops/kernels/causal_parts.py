@@ -194,6 +194,12 @@ def remainder(x, DOT: tl.constexpr):
 
 
 @triton.jit
+def truncated(x):
+    """x without the bits that bfloat16 does not hold: cheaper than rounding, and the rest is as exact."""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def beside(a, b, c, d):
     """Four vectors as what a sum of products with `halves` begins with, (X, 16)."""
     return tl.where((tl.arange(0, 16) % 2 == 0)[None, :], pairs(a, b, c, d), 0.0)
