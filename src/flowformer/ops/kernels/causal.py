@@ -332,10 +332,10 @@ def backward(
         if not plan.alone:
             increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
             args = (
-                query, grad, result, positions, bounds, scalars, flows, grads, plane, logs, increments,
-                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
+                query, grad, result, positions, bounds, flows, grads, plane, increments,
+                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens,
             )  # fmt: skip
-            options = {**features, **plan.values, "ALLOCATION": plan.roles["ALLOCATION"]}
+            options = {**features, **plan.values}
             plan.launch(causal_backward.grad_memory_kernel, shapes.sums, args, options, tiles=tiles)
             plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
         tokens = query, key, value, grad, result, grad_value
@@ -366,14 +366,13 @@ def backward(
         plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, {**features, **counted})
         whole = plan.feature_tiles == 1
         raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
-        products = {**features, **plan.roles, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole, "RAISED": raised}
+        products = {**features, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole, "RAISED": raised}
         products |= {"E": value_dim, "BLOCK_E": plan.block_e}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):
             args = (
-                *sources, *inputs[2:], grad_sums, flows, grads, plane, logs, chunk_sums, states, partial, after,
-                start_sums, *(stride for x in sources for stride in x.stride()[:3]),
-                *plan.tokens, variant.eps, plan.clamp,
+                *sources, *inputs[2:], grad_sums, flows, grads, plane, chunk_sums, states, partial, after,
+                start_sums, *(stride for x in sources for stride in x.stride()[:3]), *plan.tokens, variant.eps,
             )  # fmt: skip
             options = {**products, "REVERSE": reverse}
             if plan.features["DOT"] == tl.bfloat16 and not (whole or reverse):

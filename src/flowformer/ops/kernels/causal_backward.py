@@ -203,12 +203,11 @@ def conserved_gradient_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_memory_kernel(
-    query, grad, result, positions, bounds, state_scalars, flows, grads, plane, logs, partial,
+    query, grad, result, positions, bounds, flows, grads, plane, partial,
     q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
-    heads, shared, length, size, segments, scale, clamp,
+    heads, shared, length, size, segments, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    ALLOCATION: tl.constexpr, STAGES: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ qᵀ α/(I·D) dR of each segment, and ⟨dR, R⟩ of each token."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
@@ -218,20 +217,17 @@ def grad_memory_kernel(
     result += batch * r_batch + head * r_head
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
-    count, tokens = load_count(state_scalars), tl.arange(0, C)
-    log_start = tl.load(logs + row * (segments + 1) + segment)
+    tokens = tl.arange(0, C)
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at = grads + base + tokens + (GRAD_PLANES + tile) * plane
         tl.store(at, tl.sum(g * r, 1), mask=inside_of(tokens, base, last))
-        received, _ = load_weights(
-            flows + base + tokens, plane, keep, position, log_start, clamp, FAST, False, ALLOCATION
-        )
+        received, _ = load_weights(flows + base + tokens, plane, keep)
         memory = tl.dot(tl.trans(q), (g * received[:, None]).to(DOT), memory, input_precision=PRECISION)
     store_memory(partial + (row * segments + segment) * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
 
@@ -278,7 +274,7 @@ def value_gradient_kernel(
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
-        received, competition = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        received, competition = load_weights(at, plane, keep)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
@@ -385,15 +381,14 @@ def flow_gradient_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def gradient_kernel(
-    own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, plane, logs, sums,
+    own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, plane, sums,
     memories, partial, after, start_sums,
     a_batch, a_head, a_token, b_batch, b_head, b_token, u_batch, u_head, u_token, m_batch, m_head, m_token,
     r_batch, r_head, r_token,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr,
-    RAISED: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
@@ -413,7 +408,6 @@ def gradient_kernel(
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
     count = load_count(state_scalars)
-    log_start = tl.load(logs + row * (segments + 1) + segment)
     columns, tokens = tile * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, C)
     index = row * segments + segment
     sums += index * (size // C) * (4 * D)
@@ -441,7 +435,7 @@ def gradient_kernel(
         u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
-        take, give = load_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        take, give = load_weights(at, plane, keep)
         inverse = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         other_inverse = settled(tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0))
         flow = tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0)

@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 
 from .causal_parts import (
+    COMPETITION_WEIGHT,
     CONSERVED_INCOMING,
     CONSERVED_OUTGOING,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
     LOG_OUTGOING,
     NOTHING,
+    RECEIVED,
     RUNTIME,
     beside,
     halves,
@@ -30,9 +32,9 @@ from .causal_parts import (
     load_log,
     load_rows,
     load_vector,
-    load_weights,
     locate,
     log_add,
+    make_weights,
     pick,
     place,
     running_log_sum,
@@ -227,7 +229,7 @@ def memory_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        _, competition = load_weights(
+        _, competition = make_weights(
             flows + base + tokens, plane, keep, position, log_start, clamp, FAST, COMPETITION, False
         )
         memory = tl.dot(tl.trans(k), (v * competition[:, None]).to(DOT), memory, input_precision=PRECISION)
@@ -287,14 +289,17 @@ def output_kernel(
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        received, competition = load_weights(
-            flows + base + tokens, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION
-        )
+        at, inside = flows + base + tokens, inside_of(tokens, base, last)
+        received, competition = make_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        if tile == 0:
+            # the backward pass needs them in every kernel
+            tl.store(at + RECEIVED * plane, received, mask=inside)
+            tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)
         competing = (v * competition[:, None]).to(DOT)
         met = within(tl.dot(q, tl.trans(k), input_precision=PRECISION), lower, FAST, DOT)
         result = tl.dot(q, memory.to(DOT), input_precision=PRECISION)
         result = tl.dot(met, competing, result, input_precision=PRECISION) * received[:, None]
-        store_rows(out, base, tokens, r_token, inside_of(tokens, base, last), tile, result, E, BLOCK_E)
+        store_rows(out, base, tokens, r_token, inside, tile, result, E, BLOCK_E)
         memory = tl.dot(tl.trans(k), competing, memory, input_precision=PRECISION)
     if not SPLIT:
         store_memory(end_memory + row * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)

@@ -19,7 +19,9 @@ INVERSE_OUTGOING = tl.constexpr(1)
 CONSERVED_INCOMING = tl.constexpr(2)
 CONSERVED_OUTGOING = tl.constexpr(3)
 LOG_OUTGOING = tl.constexpr(4)  # log Σ exp(Ô) from the start of the segment on
-PLANES = 5
+RECEIVED = tl.constexpr(5)  # α/(I·D)
+COMPETITION_WEIGHT = tl.constexpr(6)  # c
+PLANES = 7
 
 # lengths are never part of what is compiled for
 RUNTIME = ("heads", "shared", "length", "size", "segments")
@@ -251,7 +253,7 @@ def load_log_sum(at, plane, inside, log_start, FAST: tl.constexpr):
 
 
 @triton.jit
-def load_weights(
+def make_weights(
     at, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr
 ):
     """α/(I·D), what a sink receives with, and c, what a source gives with; 0 where masked."""
@@ -264,3 +266,10 @@ def load_weights(
         share = tl.exp(flow - load_log_sum(at, plane, keep, log_start, FAST))
         competition = tl.where(keep, position * share, 0.0)
     return received, competition
+
+
+@triton.jit
+def load_weights(at, plane, keep):
+    """What the forward pass made."""
+    received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
+    return received, tl.load(at + COMPETITION_WEIGHT * plane, mask=keep, other=0.0)
