@@ -270,7 +270,7 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, logs, totals, end_sums, end_scalars,
             *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.competition, "SPLIT": split}
+        options = {**features, **plan.roles, "SPLIT": split}
         if split:
             plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": False}, name="first")
         plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": True})
@@ -286,7 +286,7 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             query, key, value, result, positions, bounds, scalars, memory, flows, plane, logs, memories, end_memory,
             *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
         )  # fmt: skip
-        options = {**products, **plan.roles, "SPLIT": split}
+        options = {**products, "SPLIT": split}
         plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, *ends, *kept
 

@@ -34,7 +34,7 @@ from .causal_parts import (
     load_vector,
     locate,
     log_add,
-    make_weights,
+    make_competition,
     pick,
     place,
     running_log_sum,
@@ -44,6 +44,7 @@ from .causal_parts import (
     triangle,
     within,
 )
+from .features import sigmoid
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -80,8 +81,8 @@ def flows_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, FINAL: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, FINAL: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All flows of each token, and the sums before each chunk, with ε; where not FINAL only Σk/O and Σq/I of the
     segment, into `conserved`."""
@@ -145,6 +146,10 @@ def flows_kernel(
             tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
             tl.store(at + CONSERVED_INCOMING * plane, conserved_in, mask=inside)
             tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
+            received = inverse_in / position
+            if ALLOCATION:
+                received *= sigmoid(conserved_in, FAST)
+            tl.store(at + RECEIVED * plane, received, mask=inside)
             if COMPETITION:
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
                 tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
@@ -229,9 +234,8 @@ def memory_kernel(
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        _, competition = make_weights(
-            flows + base + tokens, plane, keep, position, log_start, clamp, FAST, COMPETITION, False
-        )
+        at = flows + base + tokens
+        competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
         memory = tl.dot(tl.trans(k), (v * competition[:, None]).to(DOT), memory, input_precision=PRECISION)
     store_memory(partial + (row * segments + segment) * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
 
@@ -261,7 +265,7 @@ def output_kernel(
     heads, shared, length, size, segments, scale, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """R = α/(I·D)·q S."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
@@ -290,10 +294,9 @@ def output_kernel(
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
-        received, competition = make_weights(at, plane, keep, position, log_start, clamp, FAST, COMPETITION, ALLOCATION)
+        received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
+        competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
         if tile == 0:
-            # the backward pass needs them in every kernel
-            tl.store(at + RECEIVED * plane, received, mask=inside)
             tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)
         competing = (v * competition[:, None]).to(DOT)
         met = within(tl.dot(q, tl.trans(k), input_precision=PRECISION), lower, FAST, DOT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import rounded_features, sigmoid
+from .features import rounded_features
 
 # in place of −∞, so that no difference of logarithms is NaN
 NOTHING = tl.constexpr(-1e38)
@@ -253,23 +253,18 @@ def load_log_sum(at, plane, inside, log_start, FAST: tl.constexpr):
 
 
 @triton.jit
-def make_weights(
-    at, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr
-):
-    """α/(I·D), what a sink receives with, and c, what a source gives with; 0 where masked."""
-    received = tl.load(at + INVERSE_INCOMING * plane, mask=keep, other=0.0) / position
-    if ALLOCATION:
-        received = received * sigmoid(tl.load(at + CONSERVED_INCOMING * plane, mask=keep, other=0.0), FAST)
+def make_competition(at, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr):
+    """c, what a source gives with; 0 where masked."""
     competition = tl.where(keep, 1.0, 0.0)
     if COMPETITION:
         flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp)
         share = tl.exp(flow - load_log_sum(at, plane, keep, log_start, FAST))
         competition = tl.where(keep, position * share, 0.0)
-    return received, competition
+    return competition
 
 
 @triton.jit
 def load_weights(at, plane, keep):
-    """What the forward pass made."""
+    """α/(I·D), what a sink receives with, and c, as the forward pass has kept them; 0 where masked."""
     received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
     return received, tl.load(at + COMPETITION_WEIGHT * plane, mask=keep, other=0.0)
