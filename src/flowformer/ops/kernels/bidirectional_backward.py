@@ -255,7 +255,7 @@ def grad_query(
         x += factor[:, None] * grad_query_sum[None, :]
         if ALLOCATION == "sigmoid":
             x += (ratio * (1 - share) * seen * factor)[:, None] * conserved_key_sum[None, :]
-        x = feature_gradient(x, q, 1.0, MAP)
+        x = feature_gradient(x, q, MAP)
         tl.store(
             out + tl.cast(start, tl.int64) * r_row + (offset[:, None] * r_row + columns[None, :]),
             rounded(x, out, MULTIPLY),
@@ -354,7 +354,7 @@ def grad_source(
                 rounded(y, out_value, MULTIPLY),
                 mask=inside[:, None] & (tile + values < E)[None, :],
             )
-        x = feature_gradient(x, k, 1.0, MAP)
+        x = feature_gradient(x, k, MAP)
         tl.store(
             out_key + tl.cast(start, tl.int64) * g_row + (offset[:, None] * g_row + columns[None, :]),
             rounded(x, out_key, MULTIPLY),

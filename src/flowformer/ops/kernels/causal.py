@@ -366,8 +366,8 @@ def backward(
         plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, {**features, **counted})
         whole = plan.feature_tiles == 1
         raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
-        products = {**features, **counted, "BLOCK_D": plan.tile_d, "WHOLE": whole, "RAISED": raised}
-        products |= {"E": value_dim, "BLOCK_E": plan.block_e}
+        products = {**features, **counted, "BLOCK_D": plan.tile_d, "E": value_dim, "BLOCK_E": plan.block_e}
+        products |= {"WHOLE": whole, "RAISED": raised, "SCALED": scale != 1}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):
             args = (

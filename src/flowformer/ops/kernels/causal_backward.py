@@ -388,12 +388,14 @@ def gradient_kernel(
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr,
+    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, SCALED: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
     Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features,
-    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen.
+    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen, SCALED that the
+    scale is not 1.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -492,7 +494,9 @@ def gradient_kernel(
             gradient += eps * once[:, None]
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
-        gradient = feature_gradient(gradient, a.to(tl.float32), scale, MAP)
+        gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
+        if SCALED:
+            gradient *= scale
         if positions is not None:
             gradient = tl.where(keep[:, None], gradient, 0.0)
         store_rows(grad_own, base, tokens, r_token, inside, tile, gradient, D, BLOCK_D)

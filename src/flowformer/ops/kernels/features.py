@@ -89,12 +89,11 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: 
 
 
 @triton.jit
-def feature_gradient(grad, phi, scale, MAP: tl.constexpr):
-    """The gradient of x from that of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
+def feature_gradient(grad, phi, MAP: tl.constexpr):
+    """The gradient of scale·x from that of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
     if MAP == "sigmoid":
-        grad = grad * phi * (1.0 - phi)
+        return grad * tl.fma(-phi, phi, phi)
     elif MAP == "elu+1":
-        grad = grad * tl.minimum(phi, 1.0)
+        return grad * tl.minimum(phi, 1.0)
     else:
-        grad = tl.where(phi > 0, grad, 0.0)
-    return grad * scale
+        return tl.where(phi > 0, grad, 0.0)
