@@ -29,8 +29,7 @@ ALL = [torch.float32, *HALVES]
 @pytest.fixture(autouse=True, params=["whole", "cut"])
 def _heads(request, monkeypatch):
     """Heads in one launch, or in short segments, so that sums over segments are tested with few tokens."""
-    monkeypatch.setattr(kernels, "SEGMENTS", ((32, 16 if request.param == "cut" else 48),))
-    monkeypatch.setattr(kernels, "WHOLE", 64 if request.param == "whole" else 0)
+    monkeypatch.setattr(kernels, "SEGMENTS", ((32 if request.param == "cut" else 0, 16),))
     kernels._plan.cache_clear()
     yield
     kernels._plan.cache_clear()

@@ -44,7 +44,6 @@ CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 # a head is cut into segments until each processor has two programs, or a segment 128 tokens; and further, until it has
 # six programs, or a segment 1024 tokens, since what the programs add up must be written and read again
 SEGMENTS = ((2, 128), (6, 1024))
-WHOLE = 2048  # tokens up to which heads that are enough for the GPU are not cut: a launch less is worth more
 INTERPRETED = not isinstance(bidirectional_forward.sums, triton.JITFunction)
 
 
@@ -259,11 +258,8 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
     processors = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
     segments = max(1, *(min(count * processors // records, longest // tokens) for count, tokens in SEGMENTS))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
-    enough = 4 * records >= 3 * _processors(device) and longest <= WHOLE
     alike = tiles == 1 and heads == key_heads and len({launch.warps for launch in launches.values()}) == 1
-    whole = alike and (enough or segments == 1)
-    if whole:
-        segments = 1
+    whole = alike and segments == 1
 
     dims = {"D": dim, "E": value_dim}
     common = dims | {
