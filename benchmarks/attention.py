@@ -6,14 +6,16 @@
 First every contestant is checked against the float64 reference, and those of this package must pass. Then all of them
 take turns, so that whatever else the machine does hits each alike: median time with the 20th and 80th percentile, and
 peak memory above the inputs and, for forward+backward, their gradients; then how many times faster ours is. On a GPU
-the floor, the time that the least possible memory traffic takes, is a contestant too, and so is flash-linear-attention
-where it is installed. Last, what a token costs to decode early and late in a sequence.
+also the kernels without the host, as a replayed CUDA graph, their number, and what a call takes the host. The floor,
+the time that the least possible memory traffic takes, is a contestant there, and so is flash-linear-attention where it
+is installed. Last, what a token costs to decode early and late in a sequence.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import statistics
 import sys
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import machine, milliseconds, peak_bytes, percentiles
+from measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
 from torch import Tensor
 
 from flowformer import FlowVariant, flow_attention, flow_attention_recurrent
@@ -143,6 +145,13 @@ class Row:
     both_p80: float
     forward_tensors: float  # peak memory above the inputs, in tensors of the size of an input
     both_tensors: float  # likewise above the inputs and their gradients
+    # on a GPU: the kernels replayed as a CUDA graph, how many they are, and when the call returns
+    forward_graph_ms: float = math.nan
+    both_graph_ms: float = math.nan
+    forward_launches: float = math.nan
+    both_launches: float = math.nan
+    forward_host_us: float = math.nan
+    both_host_us: float = math.nan
 
 
 class Shape(NamedTuple):
@@ -238,10 +247,21 @@ def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[R
             *percentiles(times[each.name, forward_backward]),
             peaks[each.name, forward] / tensor,
             peaks[each.name, forward_backward] / tensor - 3,
+            *(beside_the_clock(each, tensors, options.repeats) if device != "cpu" else ()),
         )
         for each in field
     ]
     return rows if device == "cpu" else [*rows, floor(kind, shape, tensors)]
+
+
+def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
+    """What the kernels of a call take, how many they are, and what it takes the host: forward, forward+backward."""
+    runs = [partial(step, contestant.call, *tensors) for step in (forward, forward_backward)]
+    return [
+        *(graph_milliseconds(run, repeats) for run in runs),
+        *(float(launches(run)) for run in runs),
+        *(host_microseconds(run, repeats) for run in runs),
+    ]
 
 
 def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
@@ -283,13 +303,21 @@ def decode(options) -> dict[str, float]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'':48}{'forward ms':12}{'':12}{'forward+backward ms':28}peak memory, in inputs"]
+    head = f"{'':48}{'forward ms':12}{'':12}{'forward+backward ms':28}{'peak memory, in inputs':26}"
+    lines = [head + ("graph ms           launches    host us" if rows[0].forward_launches > 0 else "")]
     for row in rows:
         lines.append(
             f"{row.kind:14} {row.shape:20} {row.contestant:16}"
             f"{row.forward_ms:8.2f} ({row.forward_p20:.2f}–{row.forward_p80:.2f})".ljust(72)
             + f"{row.both_ms:8.2f} ({row.both_p20:.2f}–{row.both_p80:.2f})".ljust(28)
-            + f"{row.forward_tensors:8.2f} {row.both_tensors:8.2f}"
+            + f"{row.forward_tensors:8.2f} {row.both_tensors:8.2f}".ljust(26)
+            + (
+                f"{row.forward_graph_ms:.3f} / {row.both_graph_ms:.3f}".ljust(19)
+                + f"{row.forward_launches:.0f} / {row.both_launches:.0f}".ljust(12)
+                + f"{row.forward_host_us:.0f} / {row.both_host_us:.0f}"
+                if row.forward_launches > 0
+                else ""
+            )
         )
     return "\n".join(lines)
 

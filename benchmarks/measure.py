@@ -35,6 +35,45 @@ def milliseconds(run: Callable[[], None], device: str) -> float:
     return (time.perf_counter() - start_time) * 1e3
 
 
+def graph_milliseconds(run: Callable[[], None], repeats: int) -> float:
+    """The median of what the kernels of a run take when a CUDA graph replays them, so without the host."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    # what an earlier replay left in the cache would flatter this one
+    flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        times.append(milliseconds(graph.replay, "cuda"))
+    return statistics.median(times)
+
+
+def host_microseconds(run: Callable[[], None], repeats: int) -> float:
+    """The median time after which a call returns while an idle GPU goes on."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def launches(run: Callable[[], None]) -> int:
+    """How many kernels a run starts."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
 def peak_bytes(run: Callable[[], None], device: str) -> int:
     """The most memory that was held at once above what was held before."""
     if device == "cuda":

@@ -65,6 +65,16 @@ def test_a_wrong_rival_is_named(field, capsys):
     assert "authors wrong, bidirectional: the result is off by" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_are_counted_and_timed_without_the_host():
+    x = torch.randn(2**26, device="cuda")
+    assert measure.launches(lambda: x.mul(2).add(1)) == 2
+    # 512 MB take no chip less than 50 µs, and a graph of nothing but them is no slower than the call
+    assert 0.05 < measure.graph_milliseconds(lambda: x.mul(2), 9) < 2 * measure.milliseconds(lambda: x.mul(2), "cuda")
+    assert measure.host_microseconds(lambda: x.mul(2), 9) > 0
+
+
 class TestMemory:
     def test_peak_counts_what_is_held_at_once(self):
         def run():
