@@ -260,22 +260,25 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
     strides = *query.stride()[:3], *key.stride()[:3]
     features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}
     products = {**features, **plan.values, **plan.competition}
-    partial = conserved = totals = None
+    partial = conserved = local_flows = local_sums = None
     with device_of(query):
         if split:
             partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
-            totals = plan.empty(query, rows, segments)
+            local_flows = plan.empty(query, 2, plane)
+            local_sums = plan.empty(query, *chunk_sums.shape[:3], 2, query.shape[3])
             plan.launch(causal_forward.sums_kernel, shapes.sums, (*inputs, partial, *strides, *plan.tokens), features)
         args = (
-            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, logs, totals, end_sums, end_scalars,
-            *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
+            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
+            end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.roles, "SPLIT": split}
+        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, "SPLIT": split})
         if split:
-            plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": False}, name="first")
-        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": True})
-        if split:
-            increments = torch.empty_like(memories)
+            totals, increments = plan.empty(query, rows, segments), torch.empty_like(memories)
+            args = (
+                *inputs[1:], sums, scalars, conserved, flows, plane, chunk_sums, local_flows, local_sums, totals,
+                end_sums, *key.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
+            )  # fmt: skip
+            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, {**features, **plan.competition})
             args = (
                 key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
                 *key.stride()[:3], *value.stride()[:3], *plan.tokens, plan.clamp,
@@ -283,10 +286,11 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             plan.launch(causal_forward.memory_kernel, shapes.sums, args, products, tiles=plan.value_tiles)
             plan.scan(increments, memory, memories, end_memory, reverse=False)
         args = (
-            query, key, value, result, positions, bounds, scalars, memory, flows, plane, logs, memories, end_memory,
-            *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
+            query, key, value, result, positions, bounds, scalars, memory, flows, plane, chunk_sums, local_flows, logs,
+            memories, end_memory, *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
+            plan.clamp,
         )  # fmt: skip
-        options = {**products, "SPLIT": split}
+        options = {**products, **plan.roles, "SPLIT": split}
         plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, *ends, *kept
 
