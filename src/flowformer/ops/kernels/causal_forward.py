@@ -17,8 +17,8 @@ import triton.language as tl
 
 from .causal_parts import (
     COMPETITION_WEIGHT,
-    CONSERVED_INCOMING,
     CONSERVED_OUTGOING,
+    DECLINED,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
     LOG_OUTGOING,
@@ -140,7 +140,8 @@ def flows_kernel(
         inverse_out = tl.where(keep, position / outgoing, 0.0)
         conserved_in = tl.sum(to_sinks * inverse_out[None, :], 1) + pick(sinks_before, 1) + flow_eps
         conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 3) + flow_eps
-        conserved_in, conserved_out = conserved_in / position, conserved_out / position
+        each = 1.0 / position
+        conserved_in, conserved_out = conserved_in * each, conserved_out * each
         at, inside, here = flows + base + tokens, inside_of(tokens, base, last), first_chunk + chunk
         tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
         tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
@@ -153,9 +154,9 @@ def flows_kernel(
             store_vector(local_sums, here * 2, columns, conserved_key, D)
             store_vector(local_sums, here * 2 + 1, columns, conserved_query, D)
         else:
-            tl.store(at + CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+            received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
+            tl.store(at + DECLINED * plane, declined, mask=inside)
             tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
-            received = receive(inverse_in, conserved_in, position, FAST, ALLOCATION)
             tl.store(at + RECEIVED * plane, received, mask=inside)
             if COMPETITION:
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
@@ -185,12 +186,13 @@ def flows_kernel(
 
 
 @triton.jit
-def receive(inverse_in, conserved_in, position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
-    """α/(I·D)."""
-    received = inverse_in / position
+def receive(inverse_in, conserved_in, keep, each, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
+    """α/(I·D) and (1 − α)/D, 0 where masked; `each` is 1/D."""
+    received, declined = inverse_in * each, tl.zeros(each.shape, tl.float32)
     if ALLOCATION:
         received *= sigmoid(conserved_in, FAST)
-    return received
+        declined += tl.where(keep, sigmoid(-conserved_in, FAST) * each, 0.0)
+    return received, declined
 
 
 @triton.jit
@@ -370,10 +372,11 @@ def output_kernel(
         if SPLIT:
             inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=keep, other=0.0)
             conserved_in = tl.load(local_flows + base + tokens, mask=keep, other=0.0)
-            conserved_in += carried_flow(q, conserved_key, eps, DOT, PRECISION) / position
-            received = receive(inverse_in, conserved_in, position, FAST, ALLOCATION)
+            each = 1.0 / position
+            conserved_in += carried_flow(q, conserved_key, eps, DOT, PRECISION) * each
+            received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
             if tile == 0:
-                tl.store(at + CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+                tl.store(at + DECLINED * plane, declined, mask=inside)
                 tl.store(at + RECEIVED * plane, received, mask=inside)
         else:
             received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
