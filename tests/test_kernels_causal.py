@@ -92,9 +92,10 @@ def test_any_length_in_any_number_of_segments(length, count, monkeypatch):
     check(inputs_of(batch=1, heads=1, sinks=length, dim=3, value_dim=5))
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (8, 3), (17, 40), (80, 16)])
-def test_head_dimensions_large_and_small_and_odd(dim, value_dim, monkeypatch):
-    segments(monkeypatch, 2, 1)
+def test_head_dimensions_large_and_small_and_odd(dim, value_dim, count, monkeypatch):
+    segments(monkeypatch, count, 1)
     check(inputs_of(batch=1, heads=1, sinks=34, dim=dim, value_dim=value_dim))
 
 
@@ -158,10 +159,11 @@ def test_masks_with_holes_and_without_any_token(monkeypatch):
     mask = torch.ones(3, 36, dtype=torch.bool, device=DEVICE)
     mask[0, ::3] = False
     mask[1] = False
-    results = with_gradients(run(mask), inputs_of(batch=3, heads=1, sinks=36))
+    inputs = inputs_of(batch=3, heads=1, sinks=36, value_dim=20)
+    results = with_gradients(run(mask), inputs)
     assert all(not x[1].any() for x in results)
     keep = torch.tensor([0, 2], device=DEVICE)
-    check([x[keep] for x in inputs_of(batch=3, heads=1, sinks=36)], mask[keep])
+    check([x[keep] for x in inputs], mask[keep])
 
 
 def test_query_heads_share_key_heads(monkeypatch):
@@ -183,6 +185,7 @@ def cut_in_two(cut, causal):
 
 
 def reference_causal(query, key, value, mask, state, scale, variant):
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
 
 
@@ -190,7 +193,21 @@ def reference_causal(query, key, value, mask, state, scale, variant):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_sequence_can_be_cut_anywhere(cut, count, monkeypatch):
     segments(monkeypatch, count, 1)
-    inputs = inputs_of(batch=1, heads=1, sinks=37)
+    check_cut(cut, inputs_of(batch=1, heads=1, sinks=37))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_heads_and_tiles_share_a_state(count, monkeypatch):
+    segments(monkeypatch, count, 2)
+    check_cut(11, inputs_of(batch=1, heads=2, key_heads=1, sinks=60, dim=17, value_dim=40))
+
+
+def test_more_segments_than_are_added_up_at_once(monkeypatch):
+    segments(monkeypatch, 20, 1)
+    check_cut(5, inputs_of(batch=1, heads=1, sinks=5 + 19 * 16))
+
+
+def check_cut(cut, inputs):
     results = with_gradients(cut_in_two(cut, kernels.causal), inputs)
     others = with_gradients(cut_in_two(cut, library.causal), inputs)
     truths = with_gradients(cut_in_two(cut, reference_causal), [x.double() for x in inputs])

@@ -74,9 +74,6 @@ CONFIGS = {
 }
 
 
-SCALARS = Shape(1, 1)  # for a kernel that reads no features
-
-
 def config(query: Tensor, value: Tensor, feature_map: str) -> Config:
     width = max(query.shape[-1], value.shape[-1])
     size = next(size for size in (64, 128, 256) if width <= size)
@@ -188,8 +185,6 @@ class Plan:
             "DOT": tl.bfloat16 if half else tl.float32,
         }
         self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
-        # the only segment and tile of a head: its kernels need nothing from others
-        self.alone = self.segments == 1 and self.value_tiles == 1
         # three products of the tensor cores keep what one would lose of a float32
         self.precision = {"PRECISION": "tf32x3" if query.is_cuda else "ieee"}
         self.competition = {"COMPETITION": variant.competition != "none"}
@@ -260,22 +255,25 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
     strides = *query.stride()[:3], *key.stride()[:3]
     features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}
     products = {**features, **plan.values, **plan.competition}
-    partial = conserved = totals = None
+    partial = conserved = local_flows = local_sums = None
     with device_of(query):
         if split:
             partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
-            totals = plan.empty(query, rows, segments)
+            local_flows = plan.empty(query, 2, plane)
+            local_sums = plan.empty(query, *chunk_sums.shape[:3], 2, query.shape[3])
             plan.launch(causal_forward.sums_kernel, shapes.sums, (*inputs, partial, *strides, *plan.tokens), features)
         args = (
-            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, logs, totals, end_sums, end_scalars,
-            *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
+            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
+            end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.roles, "SPLIT": split}
+        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, "SPLIT": split})
         if split:
-            plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": False}, name="first")
-        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**options, "FINAL": True})
-        if split:
-            increments = torch.empty_like(memories)
+            totals, increments = plan.empty(query, rows, segments), torch.empty_like(memories)
+            args = (
+                *inputs[1:], sums, scalars, conserved, flows, plane, chunk_sums, local_flows, local_sums, totals,
+                end_sums, *key.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
+            )  # fmt: skip
+            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, {**features, **plan.competition})
             args = (
                 key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
                 *key.stride()[:3], *value.stride()[:3], *plan.tokens, plan.clamp,
@@ -283,10 +281,11 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             plan.launch(causal_forward.memory_kernel, shapes.sums, args, products, tiles=plan.value_tiles)
             plan.scan(increments, memory, memories, end_memory, reverse=False)
         args = (
-            query, key, value, result, positions, bounds, scalars, memory, flows, plane, logs, memories, end_memory,
-            *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, plan.clamp,
+            query, key, value, result, positions, bounds, scalars, memory, flows, plane, chunk_sums, local_flows, logs,
+            memories, end_memory, *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
+            plan.clamp,
         )  # fmt: skip
-        options = {**products, "SPLIT": split}
+        options = {**products, **plan.roles, "SPLIT": split}
         plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, *ends, *kept
 
@@ -320,53 +319,42 @@ def backward(
     tensors = query, key, value, mask, bounds, grad, grad_sums, grad_memory, grad_scalars, scalars, result
     plan = _plan((*tensors, flows, chunk_sums, logs, memories), query, key, value, bounds, longest, scale, variant)
     rows, segments, plane, tiles, shapes = plan.rows, plan.segments, plan.plane, plan.value_tiles, plan.config
-    grads = plan.empty(query, causal_backward.GRAD_PLANES.value + (1 if plan.alone else 2 * tiles), plane)
-    conserved, partial = plan.empty(query, 2, rows, segments, 2, dim)
+    grads = plan.empty(query, causal_backward.GRAD_PLANES.value + 2 * tiles, plane)
+    partial, carried = plan.empty(query, rows, segments, 2, dim), plan.empty(query, rows, segments, tiles)
     after = torch.empty_like(chunk_sums)
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds, scalars
     strides = *query.stride()[:3], *key.stride()[:3]
-    features, counted = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}, {"TILES": tiles}
-    grad_memories = grad_memory
+    split, features = segments > 1, {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
+    roles = {**features, **plan.competition, "SPLIT": split}
+    grad_memories, conserved, reaching = grad_memory, None, None
     with device_of(query):
-        if not plan.alone:
+        if split:
+            conserved = plan.empty(query, rows, segments, tiles, 2, dim)
+            reaching = plan.empty(query, rows, segments, dim)
             increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
             args = (
-                query, grad, result, positions, bounds, flows, grads, plane, increments,
-                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens,
+                query, grad, result, positions, bounds, flows, grads, plane, increments, conserved,
+                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
             )  # fmt: skip
             options = {**features, **plan.values}
             plan.launch(causal_backward.grad_memory_kernel, shapes.sums, args, options, tiles=tiles)
             plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
         tokens = query, key, value, grad, result, grad_value
         args = (
-            *tokens, positions, bounds, scalars, grad_scalars, flows, grads, plane, logs, grad_memories, start_memory,
-            start_scalars, *(stride for x in tokens for stride in x.stride()[:3]), *plan.tokens, plan.clamp,
+            *tokens, *inputs[2:], flows, grads, plane, logs, grad_memories, start_memory, carried, conserved, reaching,
+            *(stride for x in tokens for stride in x.stride()[:3]), *plan.tokens, variant.eps, plan.clamp,
         )  # fmt: skip
-        options = {**features, **plan.values, **plan.roles, **counted, "ALONE": plan.alone}
+        options = {**roles, **plan.values}
         plan.launch(causal_backward.value_gradient_kernel, shapes.value_gradient, args, options, tiles=tiles)
-        if not plan.alone:
-            carried = plan.empty(query, rows, segments)
-            if plan.roles["COMPETITION"]:
-                args = (
-                    bounds, flows, grads, plane, logs, carried, heads, query.shape[2], plan.size, segments, plan.clamp,
-                )  # fmt: skip
-                options = {**counted, "FAST": plan.features["FAST"]}
-                plan.launch(causal_backward.competition_gradient_kernel, SCALARS, args, options)
-            args = (
-                *inputs, grad_scalars, flows, grads, plane, logs, carried, conserved, start_scalars,
-                *strides, *plan.tokens, variant.eps, plan.clamp,
-            )  # fmt: skip
-            options = {**features, **plan.roles, **counted}
-            plan.launch(causal_backward.conserved_gradient_kernel, shapes.sums, args, options)
         args = (
-            *inputs, grad_sums, flows, grads, plane, conserved, partial, after, start_sums,
-            *strides, *plan.tokens, variant.eps,
+            *inputs, grad_sums, grad_scalars, flows, grads, plane, logs, carried, conserved, reaching, partial, after,
+            start_sums, start_scalars, *strides, *plan.tokens, variant.eps, plan.clamp,
         )  # fmt: skip
-        plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, {**features, **counted})
+        plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, roles)
         whole = plan.feature_tiles == 1
         raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
-        products = {**features, **counted, "BLOCK_D": plan.tile_d, "E": value_dim, "BLOCK_E": plan.block_e}
+        products = {**features, "BLOCK_D": plan.tile_d, "E": value_dim, "BLOCK_E": plan.block_e}
         products |= {"WHOLE": whole, "RAISED": raised, "SCALED": scale != 1}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):

@@ -5,8 +5,10 @@ With o_t = ⟨dR_t, R_t⟩ and w_t = ⟨V_t, dV_t⟩ per token, and L the runnin
 L never falls, so no exponent is positive. From dÎ/D and dÔ/D come the gradients of I·D and O·D, and from all four those
 of q and k, as sums over what came before a token and over what comes after it.
 
-Where a head is one segment and one tile, four kernels do it: `value_gradient`, `flow_gradient`, and `gradient` for keys
-and queries. Otherwise dS comes from `grad_memory`, and dÎ and dÔ need `competition_gradient` and `conserved_gradient`.
+Four kernels do it: `value_gradient`, `flow_gradient`, and `gradient` for queries and keys. Where a head has several
+segments, `grad_memory` comes first, for the dS after each. What later segments add to Z reaches a token by
+exp(Ô − L_end): so a segment leaves Σ (k + ε) dÔ/D without it and Σ (k + ε) exp(Ô − L_end)/D, which `flow_gradient` puts
+together. Both dÎ and dÔ are linear in o and w: the tiles of a token's values each add their share.
 
 Shapes are those of `causal_forward.py`; per token also the planes of `grads`.
 """
@@ -18,13 +20,12 @@ import triton.language as tl
 
 from .causal_forward import load_memory, store_memory
 from .causal_parts import (
-    CONSERVED_INCOMING,
     CONSERVED_OUTGOING,
+    DECLINED,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
     RUNTIME,
     beside,
-    bounded,
     halves,
     inside_of,
     load_count,
@@ -44,9 +45,10 @@ from .causal_parts import (
     truncated,
     within,
 )
-from .features import feature_gradient, sigmoid
+from .features import feature_gradient
 
-# the planes of `grads`; the tiles of ⟨dR, R⟩ follow from GRAD_PLANES on, then those of ⟨V, dV⟩
+# the planes of `grads`; from GRAD_PLANES on the tiles of ⟨dR, R⟩, then those of dÔ/D without later segments: apart from
+# the whole, since no kernel may write what threads of its own program read
 GRAD_INCOMING = tl.constexpr(0)  # of I·D
 GRAD_OUTGOING = tl.constexpr(1)  # of O·D
 GRAD_CONSERVED_INCOMING = tl.constexpr(2)  # of Î·D
@@ -85,32 +87,6 @@ def competition_gradient(weight, flow, log, later, log_later, tokens):
     return gradient, tl.sum(tl.where(tokens == 0, sums, 0.0), 0), tl.min(log, 0)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def competition_gradient_kernel(
-    bounds, flows, grads, plane, logs, carried, heads, length, size, segments, clamp,
-    TILES: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dÔ without what later segments add, and Σ w exp(L_start − L) of each segment, which reaches the earlier ones."""
-    batch, head, _, first, last = locate(bounds, heads, length, size)
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    flows += (batch * heads + head) * length
-    grads += (batch * heads + head) * length
-    tokens = tl.arange(0, C)
-    log_start = tl.load(logs + row * (segments + 1) + segment)
-    later, log_later = 0.0, tl.load(logs + row * (segments + 1) + segment + 1)
-    chunks = tl.cdiv(last - first, C).to(tl.int32)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        base = first + (chunks - 1 - step) * C
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
-        weight = load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
-        flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0), clamp)
-        log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
-        gradient, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
-        # where that of O·D will be: no kernel may write what threads of its own program read
-        tl.store(grads_at + GRAD_OUTGOING * plane, gradient, mask=inside)
-    tl.store(carried + row * segments + segment, decay(log_start, log_later) * later)
-
-
 @triton.jit
 def load_end(grad_scalars, log_end):
     """Z after the last token: the logarithm that the state ends with acts as one more token; and what passes by."""
@@ -132,84 +108,42 @@ def store_start(start_scalars, log_first, later, rest):
 
 
 @triton.jit
-def incoming_gradient(overlap, at, plane, keep, position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
-    """dÎ/D, 0 where masked."""
-    gradient = tl.zeros(overlap.shape, tl.float32)
-    if ALLOCATION:
-        conserved = tl.load(at + CONSERVED_INCOMING * plane, mask=keep, other=0.0)
-        gradient += tl.where(keep, overlap * sigmoid(-conserved, FAST) / position, 0.0)
-    return gradient
+def later_segments(carried, reaching, logs, end, segment, segments, columns, TILES: tl.constexpr, WIDTH: tl.constexpr):
+    """Z after this segment, and what Z takes from Σ (k + ε) dÔ/D of the segments after it.
 
-
-@triton.jit(do_not_specialize=RUNTIME)
-def conserved_gradient_kernel(
-    query, key, positions, bounds, state_scalars, grad_scalars, flows, grads, plane, logs, carried, partial,
-    start_scalars,
-    q_batch, q_head, q_token, k_batch, k_head, k_token,
-    heads, shared, length, size, segments, scale, eps, clamp,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """dÎ/D and dÔ/D of each token; Σ (q + ε) dÎ/D and Σ (k + ε) dÔ/D of each segment."""
-    batch, head, start, first, last = locate(bounds, heads, length, size)
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
-    flows += (batch * heads + head) * length
-    grads += (batch * heads + head) * length
-    count = load_count(state_scalars)
-    columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
-    logs += row * (segments + 1)
-    log_end, log_next = tl.load(logs + segments), tl.load(logs + segment + 1)
-    end, rest = load_end(grad_scalars, log_end)
-    later = end * decay(log_next, log_end)
-    for begin in range(segment + 1, segments, 16):
-        each = begin + tl.arange(0, 16)
-        sums = tl.load(carried + row * segments + each, mask=each < segments, other=0.0)
-        later += tl.sum(sums * decay(log_next, tl.load(logs + each, mask=each < segments, other=0.0)), 0)
-    if segment == 0:
-        log_first = tl.load(logs)
-        reached = end
-        if COMPETITION:
-            reached = tl.load(carried + row * segments) + decay(log_first, log_next) * later
-        store_start(start_scalars, log_first, reached, rest)
-
-    after_key, after_query = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([BLOCK_D, 16], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        _, q = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        _, k = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
-        overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-        grad_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
-        grad_out = tl.zeros([C], tl.float32)
-        if COMPETITION:
-            flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0)
-            grad_out += tl.load(grads_at + GRAD_OUTGOING * plane, mask=keep, other=0.0)
-            grad_out -= decay(bounded(flow, clamp), log_next) * later
-            grad_out = tl.where(keep & (tl.abs(flow) <= clamp), grad_out / position, 0.0)
-        tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, grad_in, mask=inside)
-        tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, grad_out, mask=inside)
-        none = tl.zeros([C], tl.float32)
-        weights = halves(grad_in, grad_out, none, none, DOT)
-        after_key = tl.dot(tl.trans(q), weights, after_key, input_precision=PRECISION)
-        after_query = tl.dot(tl.trans(k), weights, after_query, input_precision=PRECISION)
-    index = (row * segments + segment) * 2
-    store_vector(partial, index, columns, pick(after_key, 0), D)
-    store_vector(partial, index + 1, columns, pick(after_query, 1), D)
+    `logs` and `carried` are those of this head, `end` is Z after the last segment.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    later, log_later, own, taken = 0.0, 0.0, 0.0, tl.zeros(columns.shape, tl.float32)
+    for begin in range(0, segments - segment, 16):
+        # the last comes first
+        each = segments - 1 - begin - tl.arange(0, 16)
+        log = tl.load(logs + each + 1, mask=each >= segment, other=0.0)
+        after = tl.where(each == segments - 1, end, 0.0)
+        for tile in range(TILES):
+            inner = (each >= segment) & (each < segments - 1)
+            after += tl.load(carried + (each + 1) * TILES + tile, mask=inner, other=0.0)
+        _, after = tl.associative_scan((log, after), 0, earlier)
+        after += decay(log, log_later) * later
+        own += tl.sum(tl.where(each == segment, after, 0.0), 0)
+        at = reaching + (row * segments + each)[:, None] * WIDTH + columns[None, :]
+        mask = (each > segment)[:, None] & (columns < WIDTH)[None, :]
+        taken += tl.sum(tl.load(at, mask=mask, other=0.0) * after[:, None], 0)
+        final = tl.arange(0, 16) == 15
+        later, log_later = tl.sum(tl.where(final, after, 0.0), 0), tl.sum(tl.where(final, log, 0.0), 0)
+    return own, taken
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_memory_kernel(
-    query, grad, result, positions, bounds, flows, grads, plane, partial,
+    query, grad, result, positions, bounds, flows, grads, plane, partial, conserved,
     q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
-    heads, shared, length, size, segments, scale,
+    heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ qᵀ α/(I·D) dR of each segment, and ⟨dR, R⟩ of each token."""
+    """Σ qᵀ α/(I·D) dR and Σ (q + ε) dÎ/D of each segment, and ⟨dR, R⟩ of each token."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     query += batch * q_batch + head * q_head
@@ -219,34 +153,41 @@ def grad_memory_kernel(
     grads += (batch * heads + head) * length
     tokens = tl.arange(0, C)
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    sums, all_in = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
         q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        at = grads + base + tokens + (GRAD_PLANES + tile) * plane
-        tl.store(at, tl.sum(g * r, 1), mask=inside_of(tokens, base, last))
-        received, _ = load_weights(flows + base + tokens, plane, keep)
+        at, overlap = flows + base + tokens, tl.sum(g * r, 1)
+        tl.store(grads + base + tokens + (GRAD_PLANES + tile) * plane, overlap, mask=inside_of(tokens, base, last))
+        conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
+        none = tl.zeros([C], tl.float32)
+        sums = tl.dot(tl.trans(q), halves(conserved_in, none, none, none, DOT), sums, input_precision=PRECISION)
+        all_in += conserved_in
+        received, _ = load_weights(at, plane, keep)
         memory = tl.dot(tl.trans(q), (g * received[:, None]).to(DOT), memory, input_precision=PRECISION)
-    store_memory(partial + (row * segments + segment) * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
+    index = row * segments + segment
+    store_memory(partial + index * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
+    total = pick(sums, 0) + eps * tl.sum(all_in, 0)
+    store_vector(conserved, (index * TILES + tile) * 2, tl.arange(0, BLOCK_D), total, D)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def value_gradient_kernel(
-    query, key, value, grad, result, grad_value, positions, bounds, state_scalars, grad_scalars, flows, grads, plane,
-    logs, memories, start_memory, start_scalars,
+    query, key, value, grad, result, grad_value, positions, bounds, state_scalars, flows, grads, plane, logs, memories,
+    start_memory, carried, conserved, reaching,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
     r_batch, r_head, r_token, dv_batch, dv_head, dv_token,
-    heads, shared, length, size, segments, scale, clamp,
+    heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, TILES: tl.constexpr, ALONE: tl.constexpr,
-    STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dV, from right to left with dS, and ⟨V, dV⟩ of each token.
+    """dV, from right to left with dS, and dÔ/D of each token without what later segments add; `carried` gets Z.
 
-    ALONE, as the only segment and tile of a head, it also has ⟨dR, R⟩ and all that dÎ/D and dÔ/D come from.
+    Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -259,10 +200,13 @@ def value_gradient_kernel(
     grads += (batch * heads + head) * length
     count, tokens = load_count(state_scalars), tl.arange(0, C)
     logs += row * (segments + 1) + segment
-    log_start, log_later = tl.load(logs), tl.load(logs + 1)
-    if ALONE:
+    log_start, log_end = tl.load(logs), tl.load(logs + 1)
+    later, log_later = 0.0, log_end
+    if SPLIT:
+        sums = tl.zeros([BLOCK_D, 16], tl.float32)
+        all_out, all_reaching = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    else:
         result += batch * r_batch + head * r_head
-        later, rest = load_end(grad_scalars, log_later)
     memory, upper = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), triangle(C, True)
     if memories is not None:
         memory += load_memory(memories + (row * segments + segment) * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
@@ -282,40 +226,45 @@ def value_gradient_kernel(
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
         memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        weight = tl.sum(v * gradient, 1)
-        if ALONE:
+        if not SPLIT:
             r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-            overlap = tl.sum(g * r, 1)
-            conserved_in = incoming_gradient(overlap, at, plane, keep, position, FAST, ALLOCATION)
-            conserved_out = tl.zeros([C], tl.float32)
-            if COMPETITION:
-                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-                log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
-                outgoing, later, log_later = competition_gradient(
-                    weight, bounded(flow, clamp), log, later, log_later, tokens
-                )
-                conserved_out += tl.where(keep & (tl.abs(flow) <= clamp), outgoing / position, 0.0)
-            tl.store(grads_at + GRAD_PLANES * plane, overlap, mask=inside)
-            tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
-            tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
-        else:
-            tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, weight, mask=inside)
-    if ALONE:
-        store_memory(start_memory + row * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
+            tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
         if COMPETITION:
-            later = decay(log_start, log_later) * later
-        store_start(start_scalars, log_start, later, rest)
+            flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+            log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
+            weight = tl.sum(v * gradient, 1)
+            outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
+            free = keep & (tl.abs(flow) <= clamp)
+            outgoing = tl.where(free, outgoing / position, 0.0)
+            tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, outgoing, mask=inside)
+            if SPLIT:
+                share = tl.where(free, decay(flow, log_end) / position, 0.0)
+                none = tl.zeros([C], tl.float32)
+                weights = halves(outgoing, share, none, none, DOT)
+                sums = tl.dot(tl.trans(k), weights, sums, input_precision=PRECISION)
+                all_out, all_reaching = all_out + outgoing, all_reaching + share
+    index, columns = row * segments + segment, tl.arange(0, BLOCK_D)
+    if COMPETITION:
+        tl.store(carried + index * TILES + tile, decay(log_start, log_later) * later)
+    if SPLIT:
+        total = pick(sums, 0) + eps * tl.sum(all_out, 0)
+        store_vector(conserved, (index * TILES + tile) * 2 + 1, columns, total, D)
+        if tile == 0:
+            store_vector(reaching, index, columns, pick(sums, 1) + eps * tl.sum(all_reaching, 0), D)
+    else:
+        store_memory(start_memory + row * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flow_gradient_kernel(
-    query, key, positions, bounds, state_scalars, grad_sums, flows, grads, plane, conserved, partial, after, start_sums,
+    query, key, positions, bounds, state_scalars, grad_sums, grad_scalars, flows, grads, plane, logs, carried,
+    conserved, reaching, partial, after, start_sums, start_scalars,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
-    heads, shared, length, size, segments, scale, eps,
+    heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of I·D and O·D, from right to left, and their sums over each segment.
+    """The gradients of Î·D and Ô·D; those of I·D and O·D, from right to left, and their sums over each segment.
 
     `after` (B·H, T, chunks, 4, D) gets what the tokens of a chunk receive from later ones, those of this segment only
     where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
@@ -334,8 +283,24 @@ def flow_gradient_kernel(
     none = tl.zeros([BLOCK_D], tl.float32)
     conserved_key = load_vector(grad_sums, row * 4 + 2, columns, D)
     conserved_query = load_vector(grad_sums, row * 4 + 3, columns, D)
-    conserved_key += sum_segments(conserved, segment + 1, segments, segments, columns, 0, D)
-    conserved_query += sum_segments(conserved, segment + 1, segments, segments, columns, 1, D)
+    logs += row * (segments + 1)
+    log_first, log_next = tl.load(logs), tl.load(logs + segment + 1)
+    later, rest = load_end(grad_scalars, tl.load(logs + segments))
+    if SPLIT:
+        shares = segments * TILES
+        conserved_key += sum_segments(conserved, (segment + 1) * TILES, shares, shares, columns, 0, D)
+    if COMPETITION:
+        carried += row * segments * TILES
+        if SPLIT:
+            later, taken = later_segments(carried, reaching, logs, later, segment, segments, columns, TILES, D)
+            conserved_query += sum_segments(conserved, (segment + 1) * TILES, shares, shares, columns, 1, D) - taken
+    if segment == 0:
+        reached = later
+        if COMPETITION:
+            reached *= decay(log_first, log_next)
+            for tile in range(TILES):
+                reached += tl.load(carried + tile)
+        store_start(start_scalars, log_first, reached, rest)
     key_grads = beside(none, conserved_key, none, none)
     query_grads = beside(none, none, none, conserved_query)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
@@ -348,17 +313,26 @@ def flow_gradient_kernel(
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
-        conserved_in = settled(tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0))
-        conserved_out = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
+        conserved_in = settled(overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0))
+        conserved_out = tl.zeros([C], tl.float32)
+        if COMPETITION:
+            conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
+            if SPLIT or grad_scalars is not None:
+                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
+                conserved_out -= share * later
+        conserved_out = settled(conserved_out)
+        tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+        tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
         # before the wider products, as in the forward pass
         key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
         query_sum, conserved_query = pick(query_grads, 2), pick(query_grads, 3)
-        later = halves(conserved_key, conserved_query, none, none, DOT)
+        coming = halves(conserved_key, conserved_query, none, none, DOT)
         from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
         from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
-        sinks_after = tl.dot(k, later, input_precision=PRECISION)
-        sources_after = tl.dot(q, later, input_precision=PRECISION)
+        sinks_after = tl.dot(k, coming, input_precision=PRECISION)
+        sources_after = tl.dot(q, coming, input_precision=PRECISION)
         grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 0)
         grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 1)
         flow_out = -grad_out * inverse_out * inverse_out / position

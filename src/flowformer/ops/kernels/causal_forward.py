@@ -1,8 +1,9 @@
 """Kernels of the causal forward pass.
 
 A program walks over one segment of one head in chunks of C tokens. Inside a chunk all flows come from P = q kᵀ (C × C);
-what came before is a sum. Where a head has several segments, what came before each is found first, in three dependent
-levels: Σk and Σq (`sums`), Σk/O and Σq/I (`flows` once more), log Σ exp(Ô) and S (`memory`).
+what came before is a sum. Where a head has several segments, what came before each is found in dependent levels: Σk and
+Σq (`sums`), which make I and O whole; Σk/O and Σq/I (`flows`), which add to Ô (`conserve`) and Î (`output`) what one
+product with a constant vector gives; log Σ exp(Ô) (`conserve`) and S (`memory`).
 
 Shapes: B sequences, H query heads, N tokens, T segments, D features, E values. Per token, (B, H, N): the planes of
 `flows`. Per segment, (B·H, T, ...); per chunk, (B·H, T, chunks, ...). `positions` (B, N) counts the valid tokens up to
@@ -16,8 +17,8 @@ import triton.language as tl
 
 from .causal_parts import (
     COMPETITION_WEIGHT,
-    CONSERVED_INCOMING,
     CONSERVED_OUTGOING,
+    DECLINED,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
     LOG_OUTGOING,
@@ -76,16 +77,19 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flows_kernel(
-    query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, plane, sums, logs, totals,
-    end_sums, end_scalars,
+    query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, plane, sums, local_flows,
+    local_sums, logs, end_sums, end_scalars,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, FINAL: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All flows of each token, and the sums before each chunk, with ε; where not FINAL only Σk/O and Σq/I of the
-    segment, into `conserved`."""
+    """All flows of each token, and the sums before each chunk, with ε.
+
+    Where SPLIT, Î, Ô, Σk/O and Σq/I know of their segment only: `local_flows` and `local_sums` get them, (2, B, H, N)
+    and (B·H, T, chunks, 2, D), and `conserved` what the segment adds to Σk/O and Σq/I.
+    """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += batch * q_batch + head * q_head
@@ -98,22 +102,19 @@ def flows_kernel(
     key_sum = load_vector(state_sums, row * 4, columns, D)
     query_sum = load_vector(state_sums, row * 4 + 1, columns, D)
     if SPLIT:
+        local_flows += (batch * heads + head) * length
         key_sum += sum_segments(partial, 0, segment, segments, columns, 0, D)
         query_sum += sum_segments(partial, 0, segment, segments, columns, 1, D)
     # the ε of both sides stands once in the sum, once in every token
     once = tl.where(columns < D, eps, 0.0)
-    if FINAL:
-        conserved_key = load_vector(state_sums, row * 4 + 2, columns, D) + once
-        conserved_query = load_vector(state_sums, row * 4 + 3, columns, D) + once
-        if SPLIT:
-            conserved_key += sum_segments(conserved, 0, segment, segments, columns, 0, D)
-            conserved_query += sum_segments(conserved, 0, segment, segments, columns, 1, D)
-    else:
-        conserved_key, conserved_query = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    conserved_key, conserved_query = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
+    if not SPLIT:
+        conserved_key += load_vector(state_sums, row * 4 + 2, columns, D) + once
+        conserved_query += load_vector(state_sums, row * 4 + 3, columns, D) + once
     none = tl.zeros([BLOCK_D], tl.float32)
     key_sums = beside(key_sum + once, conserved_key, none, none)
     query_sums = beside(query_sum + once, none, conserved_query, none)
-    sums += (row * segments + segment) * (size // C) * (4 * D)
+    first_chunk = (row * segments + segment) * (size // C)
     log_sum = NOTHING
 
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
@@ -137,48 +138,61 @@ def flows_kernel(
         outgoing = tl.sum(to_sources, 1) + pick(sources_before, 2) + flow_eps
         inverse_in = tl.where(keep, position / incoming, 0.0)
         inverse_out = tl.where(keep, position / outgoing, 0.0)
-        if FINAL:
-            conserved_in = tl.sum(to_sinks * inverse_out[None, :], 1) + pick(sinks_before, 1) + flow_eps
-            conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 3) + flow_eps
-            conserved_in, conserved_out = conserved_in / position, conserved_out / position
-            at, inside = flows + base + tokens, inside_of(tokens, base, last)
-            tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
-            tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
-            tl.store(at + CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+        conserved_in = tl.sum(to_sinks * inverse_out[None, :], 1) + pick(sinks_before, 1) + flow_eps
+        conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 3) + flow_eps
+        each = 1.0 / position
+        conserved_in, conserved_out = conserved_in * each, conserved_out * each
+        at, inside, here = flows + base + tokens, inside_of(tokens, base, last), first_chunk + chunk
+        tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
+        tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
+        store_vector(sums, here * 4, columns, key_sum, D)
+        store_vector(sums, here * 4 + 1, columns, query_sum, D)
+        if SPLIT:
+            local_at = local_flows + base + tokens
+            tl.store(local_at, conserved_in, mask=inside)
+            tl.store(local_at + plane, conserved_out, mask=inside)
+            store_vector(local_sums, here * 2, columns, conserved_key, D)
+            store_vector(local_sums, here * 2 + 1, columns, conserved_query, D)
+        else:
+            received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
+            tl.store(at + DECLINED * plane, declined, mask=inside)
             tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
-            received = inverse_in / position
-            if ALLOCATION:
-                received *= sigmoid(conserved_in, FAST)
             tl.store(at + RECEIVED * plane, received, mask=inside)
             if COMPETITION:
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
                 tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
-            store_vector(sums, chunk * 4, columns, key_sum, D)
-            store_vector(sums, chunk * 4 + 1, columns, query_sum, D)
-            store_vector(sums, chunk * 4 + 2, columns, conserved_key, D)
-            store_vector(sums, chunk * 4 + 3, columns, conserved_query, D)
+            store_vector(sums, here * 4 + 2, columns, conserved_key, D)
+            store_vector(sums, here * 4 + 3, columns, conserved_query, D)
         one = tl.where(keep, 1.0, 0.0)
         weights = halves(one, inverse_out, inverse_in, tl.zeros([C], tl.float32), DOT)
         key_sums = tl.dot(tl.trans(k), weights, key_sums, input_precision=PRECISION)
         query_sums = tl.dot(tl.trans(q), weights, query_sums, input_precision=PRECISION)
 
-    if not FINAL:
+    if segment == segments - 1:
+        store_vector(end_sums, row * 4, columns, pick(key_sums, 0) - once, D)
+        store_vector(end_sums, row * 4 + 1, columns, pick(query_sums, 0) - once, D)
+    conserved_key, conserved_query = pick(key_sums, 1), pick(query_sums, 2)
+    if SPLIT:
         index = (row * segments + segment) * 2
-        store_vector(conserved, index, columns, pick(key_sums, 1), D)
-        store_vector(conserved, index + 1, columns, pick(query_sums, 2), D)
+        store_vector(conserved, index, columns, conserved_key, D)
+        store_vector(conserved, index + 1, columns, conserved_query, D)
     else:
-        if segment == segments - 1:
-            store_vector(end_sums, row * 4, columns, pick(key_sums, 0) - once, D)
-            store_vector(end_sums, row * 4 + 1, columns, pick(query_sums, 0) - once, D)
-            store_vector(end_sums, row * 4 + 2, columns, pick(key_sums, 1) - once, D)
-            store_vector(end_sums, row * 4 + 3, columns, pick(query_sums, 2) - once, D)
-        if SPLIT:
-            tl.store(totals + row * segments + segment, log_sum)
-        else:
-            log_start = load_log(state_scalars, 1)
-            tl.store(logs + row * 2, log_start)
-            finish(positions, state_scalars, logs, end_scalars, batch, length, start, last,
-                   log_add(log_start, log_sum), segments, COMPETITION)  # fmt: skip
+        store_vector(end_sums, row * 4 + 2, columns, conserved_key - once, D)
+        store_vector(end_sums, row * 4 + 3, columns, conserved_query - once, D)
+        log_start = load_log(state_scalars, 1)
+        tl.store(logs + row * 2, log_start)
+        finish(positions, state_scalars, logs, end_scalars, batch, length, start, last,
+               log_add(log_start, log_sum), segments, COMPETITION)  # fmt: skip
+
+
+@triton.jit
+def receive(inverse_in, conserved_in, keep, each, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
+    """α/(I·D) and (1 − α)/D, 0 where masked; `each` is 1/D."""
+    received, declined = inverse_in * each, tl.zeros(each.shape, tl.float32)
+    if ALLOCATION:
+        received *= sigmoid(conserved_in, FAST)
+        declined += tl.where(keep, sigmoid(-conserved_in, FAST) * each, 0.0)
+    return received, declined
 
 
 @triton.jit
@@ -198,6 +212,62 @@ def finish(
     tl.store(end_scalars + row * 3, count)
     tl.store(end_scalars + row * 3 + 1, tl.where(log_outgoing > NOTHING, log_outgoing, -float("inf")))
     tl.store(end_scalars + row * 3 + 2, tl.where(log_incoming > NOTHING, log_incoming, -float("inf")))
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def conserve_kernel(
+    key, positions, bounds, state_sums, state_scalars, conserved, flows, plane, sums, local_flows, local_sums, totals,
+    end_sums,
+    k_batch, k_head, k_token,
+    heads, shared, length, size, segments, scale, eps, clamp,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Ô, log Σ exp(Ô) of each segment, and Σk/O and Σq/I before each chunk, with what came before the segment."""
+    batch, head, start, first, last = locate(bounds, heads, length, size)
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key += batch * k_batch + head // shared * k_head
+    flows += (batch * heads + head) * length
+    local_flows += (batch * heads + head) * length + plane
+    count = load_count(state_scalars)
+    columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
+    conserved_key = load_vector(state_sums, row * 4 + 2, columns, D)
+    conserved_query = load_vector(state_sums, row * 4 + 3, columns, D)
+    conserved_key += sum_segments(conserved, 0, segment, segments, columns, 0, D)
+    conserved_query += sum_segments(conserved, 0, segment, segments, columns, 1, D)
+    index = row * segments + segment
+    if segment == segments - 1:
+        own_key = load_vector(conserved, index * 2, columns, D)
+        own_query = load_vector(conserved, index * 2 + 1, columns, D)
+        store_vector(end_sums, row * 4 + 2, columns, conserved_key + own_key, D)
+        store_vector(end_sums, row * 4 + 3, columns, conserved_query + own_query, D)
+    once = tl.where(columns < D, eps, 0.0)
+    conserved_key, conserved_query = conserved_key + once, conserved_query + once
+    log_sum = NOTHING
+    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+        base, here = first + chunk * C, index * (size // C) + chunk
+        keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        at, inside = flows + base + tokens, inside_of(tokens, base, last)
+        conserved_out = tl.load(local_flows + base + tokens, mask=inside, other=0.0)
+        conserved_out += carried_flow(k, conserved_query, eps, DOT, PRECISION) / position
+        tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
+        if COMPETITION:
+            log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
+            tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
+        local_key = load_vector(local_sums, here * 2, columns, D)
+        local_query = load_vector(local_sums, here * 2 + 1, columns, D)
+        store_vector(sums, here * 4 + 2, columns, conserved_key + local_key, D)
+        store_vector(sums, here * 4 + 3, columns, conserved_query + local_query, D)
+    tl.store(totals + index, log_sum)
+
+
+@triton.jit
+def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """(φ + ε)·a for the sum a of what came before the segment."""
+    none = tl.zeros(conserved.shape, tl.float32)
+    flow = tl.dot(phi, halves(conserved, none, none, none, DOT), input_precision=PRECISION)
+    return pick(flow, 0) + eps * tl.sum(conserved, 0)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -260,14 +330,15 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=RUNTIME)
 def output_kernel(
-    query, key, value, out, positions, bounds, state_scalars, state_memory, flows, plane, logs, memories, end_memory,
+    query, key, value, out, positions, bounds, state_scalars, state_memory, flows, plane, sums, local_flows, logs,
+    memories, end_memory,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
-    heads, shared, length, size, segments, scale, clamp,
+    heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """R = α/(I·D)·q S."""
+    """R = α/(I·D)·q S; where SPLIT also Î, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     query += batch * q_batch + head * q_head
@@ -280,6 +351,10 @@ def output_kernel(
     log_start = tl.load(logs + row * (segments + 1) + segment)
     if SPLIT:
         memory = load_memory(memories, tile, D, BLOCK_D, E, BLOCK_E)
+        local_flows += (batch * heads + head) * length
+        # before its first chunk
+        index = (row * segments + segment) * (size // C)
+        conserved_key = load_vector(sums, index * 4 + 2, tl.arange(0, BLOCK_D), D)
     else:
         memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
         if state_memory is not None:
@@ -294,7 +369,17 @@ def output_kernel(
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
-        received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
+        if SPLIT:
+            inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=keep, other=0.0)
+            conserved_in = tl.load(local_flows + base + tokens, mask=keep, other=0.0)
+            each = 1.0 / position
+            conserved_in += carried_flow(q, conserved_key, eps, DOT, PRECISION) * each
+            received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
+            if tile == 0:
+                tl.store(at + DECLINED * plane, declined, mask=inside)
+                tl.store(at + RECEIVED * plane, received, mask=inside)
+        else:
+            received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
         competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
         if tile == 0:
             tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)

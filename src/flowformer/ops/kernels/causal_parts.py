@@ -16,7 +16,7 @@ NOTHING = tl.constexpr(-1e38)
 # the planes of `flows`
 INVERSE_INCOMING = tl.constexpr(0)
 INVERSE_OUTGOING = tl.constexpr(1)
-CONSERVED_INCOMING = tl.constexpr(2)
+DECLINED = tl.constexpr(2)  # (1 − α)/D, what dÎ/D is of ⟨dR, R⟩
 CONSERVED_OUTGOING = tl.constexpr(3)
 LOG_OUTGOING = tl.constexpr(4)  # log Σ exp(Ô) from the start of the segment on
 RECEIVED = tl.constexpr(5)  # α/(I·D)
