@@ -326,7 +326,9 @@ def backward(
     inputs = query, key, positions, bounds, scalars
     strides = *query.stride()[:3], *key.stride()[:3]
     split, features = segments > 1, {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
-    roles = {**features, **plan.competition, "SPLIT": split}
+    # without competition nothing writes dÔ
+    final = not split and tiles == 1 and grad_scalars is None and plan.competition["COMPETITION"]
+    roles = {**features, **plan.competition, "SPLIT": split, "FINAL": final}
     grad_memories, conserved, reaching = grad_memory, None, None
     with device_of(query):
         if split:

@@ -183,11 +183,12 @@ def value_gradient_kernel(
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dV, from right to left with dS, and dÔ/D of each token without what later segments add; `carried` gets Z.
 
-    Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩.
+    Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩,
+    and dÎ/D where FINAL: nothing else adds to either gradient.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -228,7 +229,11 @@ def value_gradient_kernel(
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         if not SPLIT:
             r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-            tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
+            overlap = tl.sum(g * r, 1)
+            tl.store(grads_at + (GRAD_PLANES + tile) * plane, overlap, mask=inside)
+            if FINAL:
+                declined = tl.load(at + DECLINED * plane, mask=keep, other=0.0)
+                tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, overlap * declined, mask=inside)
         if COMPETITION:
             flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
             log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
@@ -236,7 +241,11 @@ def value_gradient_kernel(
             outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
             free = keep & (tl.abs(flow) <= clamp)
             outgoing = tl.where(free, outgoing / position, 0.0)
-            tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, outgoing, mask=inside)
+            tl.store(
+                grads_at + (GRAD_CONSERVED_OUTGOING if FINAL else GRAD_PLANES + TILES + tile) * plane,
+                outgoing,
+                mask=inside,
+            )
             if SPLIT:
                 share = tl.where(free, decay(flow, log_end) / position, 0.0)
                 none = tl.zeros([C], tl.float32)
@@ -262,9 +271,11 @@ def flow_gradient_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, FINAL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of Î·D and Ô·D; those of I·D and O·D, from right to left, and their sums over each segment.
+    """The gradients of I·D and O·D, from right to left, and their sums over each segment; where not FINAL also those of
+    Î·D and Ô·D.
 
     `after` (B·H, T, chunks, 4, D) gets what the tokens of a chunk receive from later ones, those of this segment only
     where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
@@ -314,17 +325,20 @@ def flow_gradient_kernel(
         inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-        conserved_in = settled(overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0))
-        conserved_out = tl.zeros([C], tl.float32)
-        if COMPETITION:
-            conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
-            if SPLIT or grad_scalars is not None:
+        if FINAL:
+            conserved_in = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
+            conserved_out = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+        else:
+            conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
+            conserved_out = tl.zeros([C], tl.float32)
+            if COMPETITION:
+                conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
                 flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
                 share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
                 conserved_out -= share * later
-        conserved_out = settled(conserved_out)
-        tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
-        tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
+            tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
+            tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
+        conserved_in, conserved_out = settled(conserved_in), settled(conserved_out)
         # before the wider products, as in the forward pass
         key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
         query_sum, conserved_query = pick(query_grads, 2), pick(query_grads, 3)
