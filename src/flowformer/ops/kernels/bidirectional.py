@@ -35,7 +35,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, bidirectional_whole, configs
 from .features import fast, float32_precision
-from .launch import dense, device_of, launch
+from .launch import dense, device_of, launch, processors
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -255,8 +255,8 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
         multiply = "rounded" if multiply == "bf16" else "ieee"
     memory = MEMORY // {"tf32": 2, "ieee": 4}.get(multiply, 1)
     block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
-    processors = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
-    segments = max(1, *(min(count * processors // records, longest // tokens) for count, tokens in SEGMENTS))
+    capacity = processors(device) * 64**2 // max(block_d * block_e, 64**2)
+    segments = max(1, *(min(count * capacity // records, longest // tokens) for count, tokens in SEGMENTS))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
     alike = tiles == 1 and heads == key_heads and len({launch.warps for launch in launches.values()}) == 1
     whole = alike and segments == 1
@@ -362,11 +362,6 @@ def _aligned(count: int) -> int:
 
 def _contiguous(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous()
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .features import fast
-from .launch import dense, device_of, launch
+from .launch import dense, device_of, launch, processors
 
-PROGRAMS = 1024  # segments of all heads together that keep a large GPU busy
+PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
 SHORTEST = 256  # tokens worth a segment of their own
 SMALL = 2.0**-14  # an ε that bfloat16 features of about a half cannot hold, not even several times
@@ -40,15 +40,17 @@ class Config(NamedTuple):
     chunk: int  # tokens that meet in one product
     tile: int  # values, or features, of one program where they are shared out
     sums: Shape  # the kernels that need φ and little else
+    memory: Shape
     flows: Shape
-    flow_gradient: Shape
     output: Shape
     value_gradient: Shape
+    whole_value_gradient: Shape  # of heads that are not cut, two to a processor: it keeps one tensor more
+    flow_gradient: Shape
     gradient: Shape
 
 
 def _same(chunk: int, tile: int, warps: int, stages: int) -> Config:
-    return Config(chunk, tile, *[Shape(warps, stages)] * 6)
+    return Config(chunk, tile, *[Shape(warps, stages)] * 8)
 
 
 CONFIGS = {
@@ -56,10 +58,12 @@ CONFIGS = {
         chunk=64,
         tile=64,
         sums=Shape(4, 3),
+        memory=Shape(4, 2),
         flows=Shape(4, 3),
-        flow_gradient=Shape(4, 3),
         output=Shape(4, 3),
-        value_gradient=Shape(4, 2),
+        value_gradient=Shape(4, 3),
+        whole_value_gradient=Shape(4, 2),
+        flow_gradient=Shape(4, 3),
         gradient=Shape(4, 1),
     ),
     (torch.bfloat16, 128): _same(64, 128, 8, 1),
@@ -171,7 +175,8 @@ class Plan:
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
         self.clamp = float("inf") if variant.clamp is None else variant.clamp
-        self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, scale
+        # without a scale, kernels are compiled to spare the product
+        self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, None if scale == 1 else scale
         self.block_d, self.block_e = _block(dim), _block(value.shape[-1])
         self.tile_d, self.tile_e = min(self.block_d, self.config.tile), min(self.block_e, self.config.tile)
         self.feature_tiles, self.value_tiles = triton.cdiv(dim, self.tile_d), triton.cdiv(value.shape[-1], self.tile_e)
@@ -261,7 +266,12 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
             local_flows = plan.empty(query, 2, plane)
             local_sums = plan.empty(query, *chunk_sums.shape[:3], 2, query.shape[3])
-            plan.launch(causal_forward.sums_kernel, shapes.sums, (*inputs, partial, *strides, *plan.tokens), features)
+            plan.launch(
+                causal_forward.sums_kernel,
+                shapes.sums,
+                (*inputs, partial, *strides, *plan.tokens, variant.eps),
+                features,
+            )
         args = (
             *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
             end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
@@ -276,9 +286,9 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             plan.launch(causal_forward.conserve_kernel, shapes.sums, args, {**features, **plan.competition})
             args = (
                 key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
-                *key.stride()[:3], *value.stride()[:3], *plan.tokens, plan.clamp,
+                *key.stride()[:3], *value.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
             )  # fmt: skip
-            plan.launch(causal_forward.memory_kernel, shapes.sums, args, products, tiles=plan.value_tiles)
+            plan.launch(causal_forward.memory_kernel, shapes.memory, args, products, tiles=plan.value_tiles)
             plan.scan(increments, memory, memories, end_memory, reverse=False)
         args = (
             query, key, value, result, positions, bounds, scalars, memory, flows, plane, chunk_sums, local_flows, logs,
@@ -347,8 +357,9 @@ def backward(
             *tokens, *inputs[2:], flows, grads, plane, logs, grad_memories, start_memory, carried, conserved, reaching,
             *(stride for x in tokens for stride in x.stride()[:3]), *plan.tokens, variant.eps, plan.clamp,
         )  # fmt: skip
-        options = {**roles, **plan.values}
-        plan.launch(causal_backward.value_gradient_kernel, shapes.value_gradient, args, options, tiles=tiles)
+        crowded = not split and rows > processors(query.device)
+        shape = shapes.whole_value_gradient if crowded else shapes.value_gradient
+        plan.launch(causal_backward.value_gradient_kernel, shape, args, {**roles, **plan.values}, tiles=tiles)
         args = (
             *inputs, grad_sums, grad_scalars, flows, grads, plane, logs, carried, conserved, reaching, partial, after,
             start_sums, start_scalars, *strides, *plan.tokens, variant.eps, plan.clamp,
@@ -357,7 +368,7 @@ def backward(
         whole = plan.feature_tiles == 1
         raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
         products = {**features, "BLOCK_D": plan.tile_d, "E": value_dim, "BLOCK_E": plan.block_e}
-        products |= {"WHOLE": whole, "RAISED": raised, "SCALED": scale != 1}
+        products |= {"WHOLE": whole, "RAISED": raised}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):
             args = (

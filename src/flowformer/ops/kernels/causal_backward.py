@@ -157,7 +157,7 @@ def grad_memory_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, overlap = flows + base + tokens, tl.sum(g * r, 1)
@@ -215,8 +215,8 @@ def value_gradient_kernel(
     for step in tl.range(0, chunks, num_stages=STAGES):
         base = first + (chunks - 1 - step) * C
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep)
@@ -376,14 +376,13 @@ def gradient_kernel(
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, SCALED: tl.constexpr, REVERSE: tl.constexpr,
+    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
     Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features,
-    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen, SCALED that the
-    scale is not 1.
+    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -420,8 +419,8 @@ def gradient_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         base = first + chunk * C
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        a, _ = load_features(own, base, tokens, a_token, keep, tile, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        b, _ = load_features(other, base, tokens, b_token, keep, tile, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        a, _ = load_features(own, base, tokens, a_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        b, _ = load_features(other, base, tokens, b_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
@@ -483,7 +482,7 @@ def gradient_kernel(
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
         gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
-        if SCALED:
+        if scale is not None:
             gradient *= scale
         if positions is not None:
             gradient = tl.where(keep[:, None], gradient, 0.0)

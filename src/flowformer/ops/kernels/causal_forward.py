@@ -52,7 +52,7 @@ from .features import sigmoid
 def sums_kernel(
     query, key, positions, bounds, partial,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
-    heads, shared, length, size, segments, scale,
+    heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -65,8 +65,8 @@ def sums_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         one = tl.where(keep[:, None] & (tl.arange(0, 16) == 0)[None, :], 1.0, 0.0).to(DOT)
         key_sums = tl.dot(tl.trans(k), one, key_sums, input_precision=PRECISION)
         query_sums = tl.dot(tl.trans(q), one, query_sums, input_precision=PRECISION)
@@ -247,7 +247,7 @@ def conserve_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base, here = first + chunk * C, index * (size // C) + chunk
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
         conserved_out = tl.load(local_flows + base + tokens, mask=inside, other=0.0)
         conserved_out += carried_flow(k, conserved_query, eps, DOT, PRECISION) / position
@@ -274,7 +274,7 @@ def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr
 def memory_kernel(
     key, value, positions, bounds, state_scalars, flows, plane, totals, logs, end_scalars, partial,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    heads, shared, length, size, segments, scale, clamp,
+    heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COMPETITION: tl.constexpr, STAGES: tl.constexpr,
@@ -302,7 +302,7 @@ def memory_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at = flows + base + tokens
         competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
@@ -365,8 +365,8 @@ def output_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, 0.0, D, BLOCK_D, MAP, FAST, DOT)
+        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
         if SPLIT:

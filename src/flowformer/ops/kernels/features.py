@@ -41,49 +41,54 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
-    """φ(scale·x), MAP being the `feature_map` of a FlowVariant."""
+    """φ(scale·x), MAP being the `feature_map` of a FlowVariant; without a scale it is 1."""
     x = x.to(tl.float32)
-    if MAP == "sigmoid" and FAST:
-        return _half_sigmoid(x * (0.5 * scale))
-    x *= scale
+    if scale is not None:
+        x *= scale
     if MAP == "sigmoid":
-        return sigmoid(x, False)
+        return sigmoid(x, FAST)
     elif MAP == "elu+1":
         return tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
     else:
         return tl.maximum(x, 0.0)
 
 
-_FAST_PAIR = tl.constexpr("""
+# two bfloat16 in a register: x/2 by HALVE, then φ and φ + ε
+_FAST_PAIR = """
 {
-    .reg .b32 low, high;
+    .reg .b32 half, one, minus_zero, low, high;
     .reg .f32 x, y;
-    shl.b32 low, $2, 16;
-    and.b32 high, $2, 0xffff0000;
-    mov.b32 x, low;
-    mov.b32 y, high;
-    mul.f32 x, x, $3;
-    mul.f32 y, y, $4;
+    mov.b32 half, 0x3F003F00;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 minus_zero, 0x80008000;
+    HALVE
     tanh.approx.f32 x, x;
     tanh.approx.f32 y, y;
     fma.rn.f32 x, x, 0f3F000000, 0f3F000000;
     fma.rn.f32 y, y, 0f3F000000, 0f3F000000;
     cvt.rn.bf16x2.f32 $0, y, x;
-    add.f32 x, x, $5;
-    add.f32 y, y, $6;
-    cvt.rn.bf16x2.f32 $1, y, x;
+    fma.rn.bf16x2 $1, $0, one, $3;
 }
-""")
+"""
+_SPLIT = "shl.b32 low, {0}, 16; and.b32 high, {0}, 0xffff0000; mov.b32 x, low; mov.b32 y, high;"
+_UNSCALED_PAIR = tl.constexpr(
+    _FAST_PAIR.replace("HALVE", "fma.rn.bf16x2 half, $2, half, minus_zero;" + _SPLIT.format("half"))
+)
+_SCALED_PAIR = tl.constexpr(_FAST_PAIR.replace("HALVE", _SPLIT.format("$2") + "mul.f32 x, x, $4; mul.f32 y, y, $5;"))
 
 
 @triton.jit
 def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
-    """φ(scale·x) and φ(scale·x) + ε, rounded to what the tensor cores take."""
+    """φ(scale·x) and φ(scale·x) + ε, rounded to what the tensor cores take; without a scale it is 1."""
     if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and tl.bfloat16 == DOT:
         # two numbers at a time from register to register: the conversions would cost more than the sigmoid
-        return tl.inline_asm_elementwise(
-            _FAST_PAIR, "=r,=r,r,f,f,f,f", [x, 0.5 * scale, eps], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
+        eps = tl.cast(eps, tl.bfloat16)
+        outputs: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        if scale is None:
+            return tl.inline_asm_elementwise(_UNSCALED_PAIR, "=r,=r,r,r", [x, eps], outputs, is_pure=True, pack=2)
+        else:
+            factors = [x, eps, 0.5 * scale]
+            return tl.inline_asm_elementwise(_SCALED_PAIR, "=r,=r,r,r,f,f", factors, outputs, is_pure=True, pack=2)
     phi = feature(x, scale, MAP, FAST)
     return phi.to(DOT), (phi + eps).to(DOT)
 

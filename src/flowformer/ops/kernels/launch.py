@@ -3,6 +3,7 @@ than the kernel of a short sequence, and is the same for every call of one plan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -56,3 +57,9 @@ def device_of(x: Tensor) -> AbstractContextManager:
 def dense(x: Tensor) -> Tensor:
     """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
     return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run at once, if each takes all of a processor; on a CPU, which only interprets, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
