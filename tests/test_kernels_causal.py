@@ -42,6 +42,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(kernels, "CONFIGS", table)
     monkeypatch.setattr(kernels, "SHORTEST", 16)
     monkeypatch.setattr(kernels, "ENOUGH", 1000)
+    monkeypatch.setattr(kernels, "_plans", {})
 
 
 def _small(config):
@@ -56,8 +57,8 @@ def inputs_of(dtype=torch.float32, **options):
     return random_inputs(dtype=dtype, device=DEVICE, **options)
 
 
-def run(mask=None, variant=DEFAULT, scale=1.0, of=kernels):
-    return lambda q, k, v: of.causal(q, k, v, mask, None, scale, variant)[0]
+def run(mask=None, variant=DEFAULT, scale=1.0, of=kernels.recurrent):
+    return lambda q, k, v: of(q, k, v, mask, None, scale, variant)[0]
 
 
 def assert_as_exact_as_torch(results, torch_results, truths):
@@ -69,7 +70,7 @@ def assert_as_exact_as_torch(results, torch_results, truths):
 
 def check(inputs, mask=None, variant=DEFAULT, scale=1.0):
     results = with_gradients(run(mask, variant, scale), inputs)
-    others = with_gradients(run(mask, variant, scale, library), inputs)
+    others = with_gradients(run(mask, variant, scale, library.causal), inputs)
     truths = with_gradients(
         lambda q, k, v: oracle(q, k, v, is_causal=True, key_mask=mask, scale=scale, variant=variant),
         [x.double() for x in inputs],
@@ -116,6 +117,10 @@ def test_every_configuration_of_the_table(key, monkeypatch):
         return
     for length in (63, 64, 65, 1000):
         check(inputs_of(dtype, batch=1, heads=2, sinks=length, dim=width, value_dim=width))
+    # whole heads, few of them and more than there are processors
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
+    for heads in (2, 200):
+        check(inputs_of(dtype, batch=1, heads=heads, sinks=130, dim=width, value_dim=width))
 
 
 def test_one_token_alone_is_its_value_gated(monkeypatch):
@@ -208,7 +213,7 @@ def test_more_segments_than_are_added_up_at_once(monkeypatch):
 
 
 def check_cut(cut, inputs):
-    results = with_gradients(cut_in_two(cut, kernels.causal), inputs)
+    results = with_gradients(cut_in_two(cut, kernels.recurrent), inputs)
     others = with_gradients(cut_in_two(cut, library.causal), inputs)
     truths = with_gradients(cut_in_two(cut, reference_causal), [x.double() for x in inputs])
     assert_as_exact_as_torch(results, others, truths)
@@ -224,7 +229,7 @@ def test_gradient_of_the_state_alone(monkeypatch):
         _, end = causal(*(x.to(dtype) for x in (query, key, value)), None, tuple(leaves), 1.0, DEFAULT)
         return torch.autograd.grad(end[0].sum() + end[1].square().sum() + end[2][..., 1].sum(), leaves)
 
-    for grad, truth in zip(ends(kernels.causal, torch.float32), ends(reference_causal, torch.float64), strict=True):
+    for grad, truth in zip(ends(kernels.recurrent, torch.float32), ends(reference_causal, torch.float64), strict=True):
         torch.testing.assert_close(grad.double(), truth, rtol=1e-4, atol=1e-5)
 
 
@@ -233,8 +238,8 @@ def test_padding_leaves_the_state_as_it_is(monkeypatch):
     inputs = inputs_of(batch=2, heads=1, sinks=30)
     mask = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
     mask[0, 11:] = False
-    _, padded = kernels.causal(*inputs, mask, None, 1.0, DEFAULT)
-    _, alone = kernels.causal(*(x[:1, :, :11] for x in inputs), None, None, 1.0, DEFAULT)
+    _, padded = kernels.recurrent(*inputs, mask, None, 1.0, DEFAULT)
+    _, alone = kernels.recurrent(*(x[:1, :, :11] for x in inputs), None, None, 1.0, DEFAULT)
     for one, other in zip(padded, alone, strict=True):
         torch.testing.assert_close(one[:1], other, rtol=1e-5, atol=1e-6)
     assert FlowState.unpack(padded).count.tolist() == [11, 30]
@@ -245,7 +250,7 @@ def test_decoding_token_by_token_is_the_parallel_form(name):
     variant = SUPPORTED[name]
     inputs = inputs_of(batch=2, heads=4, key_heads=2, sinks=9, dim=5, value_dim=3)
     truth = oracle(*inputs, is_causal=True, variant=variant)
-    _, end = kernels.causal(*inputs, None, None, 1.0, variant)
+    _, end = kernels.recurrent(*inputs, None, None, 1.0, variant)
     state = FlowState.empty(2, 4, 5, 3, device=DEVICE).pack()
     pointers = [part.data_ptr() for part in state]
     steps = [decode(*(x[:, :, t : t + 1] for x in inputs), state, 1.0, variant) for t in range(9)]
@@ -257,7 +262,7 @@ def test_decoding_token_by_token_is_the_parallel_form(name):
 
 def test_decoding_leaves_masked_rows_alone():
     inputs = inputs_of(batch=2, heads=2, sinks=6)
-    _, state = kernels.causal(*(x[:, :, :5] for x in inputs), None, None, 1.0, DEFAULT)
+    _, state = kernels.recurrent(*(x[:, :, :5] for x in inputs), None, None, 1.0, DEFAULT)
     before = [part.clone() for part in state]
     mask = torch.tensor([[True], [False]], device=DEVICE)
     token = [x[:, :, 5:].masked_fill(~mask[..., None, None], torch.nan) for x in inputs]
@@ -300,7 +305,9 @@ def test_packed_sequences_are_the_loop_over_them(monkeypatch):
 
     results = with_gradients(packed, inputs)
     assert_as_exact_as_torch(
-        results, with_gradients(loop(library), inputs), with_gradients(loop(library), [x.double() for x in inputs])
+        results,
+        with_gradients(loop(library.causal), inputs),
+        with_gradients(loop(library.causal), [x.double() for x in inputs]),
     )
     assert all(not x[33:].any() for x in results)
 
@@ -367,7 +374,7 @@ def test_every_element_is_written(monkeypatch):
     segments(monkeypatch, 2, 1)
     inputs = inputs_of(batch=1, heads=1, sinks=37, dim=5, value_dim=3)
     with poisoned_memory():
-        results = with_gradients(cut_in_two(18, kernels.causal), inputs)
+        results = with_gradients(cut_in_two(18, kernels.recurrent), inputs)
     assert all(x.isfinite().all() for x in results)
 
 
@@ -375,7 +382,7 @@ def test_every_element_is_written(monkeypatch):
 def test_nothing_in_nothing_out(shape):
     batch, heads, length = shape
     query, key, value = (torch.randn(batch, heads, length, 4, device=DEVICE, requires_grad=True) for _ in range(3))
-    result, state = kernels.causal(query, key, value, None, None, 1.0, DEFAULT)
+    result, state = kernels.recurrent(query, key, value, None, None, 1.0, DEFAULT)
     assert result.shape == (batch, heads, length, 4)
     assert not state[0].any()
     assert not state[2][..., 0].any()
@@ -400,6 +407,12 @@ def test_the_operators_pass_opcheck():
     torch.library.opcheck(
         torch.ops.flowformer.triton_causal.default,
         (query, key, value, None, None, 5, None, None, None, *options),
+        test_utils=tests,
+    )
+    result, end, kept = torch.ops.flowformer.triton_causal(query, key, value, None, None, 5, None, None, None, *options)
+    torch.library.opcheck(
+        torch.ops.flowformer.triton_causal_backward.default,
+        (result, end, query, key, value, None, None, 5, None, result, kept, *options),
         test_utils=tests,
     )
     state = FlowState.empty(1, 1, 4, device=DEVICE).pack()
@@ -459,7 +472,7 @@ def test_captured_in_a_graph_on_another_stream():
 @needs_gpu
 def test_a_million_tokens():
     inputs = [torch.randn(1, 16, 2**20, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    result, state = kernels.causal(*inputs, None, None, 1.0, DEFAULT)
+    result, state = kernels.recurrent(*inputs, None, None, 1.0, DEFAULT)
     gradients = torch.autograd.grad(result, inputs, torch.ones_like(result))
     assert all(x.isfinite().all() for x in (result, *gradients))
     assert FlowState.unpack(state).count.item() == 2**20

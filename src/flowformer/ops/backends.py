@@ -25,7 +25,8 @@ class Backend(NamedTuple):
     note: str
     refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
     bidirectional: Callable[..., Tensor]
-    causal: Callable[..., tuple]
+    causal: Callable[..., Tensor]
+    recurrent: Callable[..., tuple]
     packed: Callable[..., Tensor]
     by_name: bool = False
 
@@ -93,8 +94,12 @@ def _triton_bidirectional(*args) -> Tensor:
     return _kernels(is_causal=False).bidirectional(*args)
 
 
-def _triton_causal(*args) -> tuple:
+def _triton_causal(*args) -> Tensor:
     return _kernels(is_causal=True).causal(*args)
+
+
+def _triton_recurrent(*args) -> tuple:
+    return _kernels(is_causal=True).recurrent(*args)
 
 
 def _triton_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
@@ -107,7 +112,15 @@ def _reference_bidirectional(query, key, value, query_mask, key_mask, scale, var
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
 
 
-def _reference_causal(query, key, value, mask, state, scale, variant) -> tuple:
+def _torch_causal(*args) -> Tensor:
+    return library.causal(*args)[0]
+
+
+def _reference_causal(*args) -> Tensor:
+    return _reference_recurrent(*args)[0]
+
+
+def _reference_recurrent(query, key, value, mask, state, scale, variant) -> tuple:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
         return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
@@ -122,7 +135,7 @@ def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> 
         q = query[start_q : start_q + length_q].transpose(0, 1)[None]
         k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
         if is_causal:
-            out, _ = _reference_causal(q, k, v, None, None, scale, variant)
+            out = _reference_causal(q, k, v, None, None, scale, variant)
         else:
             out = _reference_bidirectional(q, k, v, None, None, scale, variant)
         parts.append(out[0].transpose(0, 1))
@@ -141,6 +154,7 @@ BACKENDS = {
             _triton_refusals,
             _triton_bidirectional,
             _triton_causal,
+            _triton_recurrent,
             _triton_packed,
         ),
         Backend(
@@ -148,6 +162,7 @@ BACKENDS = {
             "memory-linear, runs everywhere",
             _none,
             library.bidirectional,
+            _torch_causal,
             library.causal,
             library.packed,
         ),
@@ -157,6 +172,7 @@ BACKENDS = {
             _none,
             _reference_bidirectional,
             _reference_causal,
+            _reference_recurrent,
             _reference_packed,
             by_name=True,
         ),

@@ -67,7 +67,7 @@ def flow_attention(
     if not is_causal:
         return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
     mask = both(query_mask, key_mask)
-    return chosen.causal(query, key, value, mask, None, scale, variant)[0]
+    return chosen.causal(query, key, value, mask, None, scale, variant)
 
 
 def flow_attention_recurrent(
@@ -111,7 +111,7 @@ def flow_attention_recurrent(
     scale, variant = checks.scale(scale), checks.variant(variant)
     chosen = backends.choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
-    result, end = chosen.causal(query, key, value, key_mask, packed, scale, variant)
+    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
     return result, FlowState.unpack(end)
 
 

@@ -6,6 +6,8 @@ The three tensors of a state are those of `FlowState`.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -104,12 +106,17 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) ->
     return reasons
 
 
-def causal(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+def causal(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> Tensor:
+    """The result; see `flow_attention`."""
+    return _call(query, key, value, mask, state, scale, variant)[0]
+
+
+def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
-    tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
-    inputs = *tensors[:4], None, query.shape[2], *tensors[4:]
-    result, *rest = _apply(*inputs, scale, *variant.as_args())
-    return result, tuple(rest[:3])
+    result, end, _ = _call(query, key, value, mask, state, scale, variant)
+    # apart from one another, since decoding writes into them
+    sums, memory, scalars = (part.clone() for part in _state(end, query, query.shape[0], value.shape[3]))
+    return result, (sums, memory, scalars)
 
 
 def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Tensor:
@@ -121,6 +128,11 @@ def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Te
     return result[0].transpose(0, 1)
 
 
+def _call(query, key, value, mask, state, scale, variant):
+    tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
+    return _apply(*tensors[:4], None, query.shape[2], *tensors[4:], scale, *variant.as_args())
+
+
 def _apply(*inputs):
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return _Causal.apply(*inputs)
@@ -130,38 +142,34 @@ def _apply(*inputs):
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, mask, bounds, longest, sums, memory, scalars, *options):
-        outputs = torch.ops.flowformer.triton_causal(
+        result, end, kept = torch.ops.flowformer.triton_causal(
             query, key, value, mask, bounds, longest, sums, memory, scalars, *options
         )
-        ctx.save_for_backward(query, key, value, mask, bounds, scalars, outputs[0], *outputs[4:])
-        ctx.mark_non_differentiable(*outputs[4:])
+        ctx.save_for_backward(query, key, value, mask, bounds, scalars, result, kept)
+        ctx.mark_non_differentiable(kept)
         # gradients that nobody asked for are None, and cost nothing
         ctx.set_materialize_grads(False)
         ctx.longest, ctx.options, ctx.has_state = longest, options, sums is not None
-        return outputs
+        return result, end, kept
 
     @staticmethod
-    def backward(ctx, grad, *grads):
-        query, key, value, mask, bounds, scalars, result, *kept = ctx.saved_tensors
+    def backward(ctx, grad, grad_end, _):
+        query, key, value, mask, bounds, scalars, result, kept = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(result)
-        grads = library.differentiate(
-            torch.ops.flowformer.triton_causal_backward,
-            grad,
-            *grads[:3],
-            query,
-            key,
-            value,
-            mask,
-            bounds,
-            ctx.longest,
-            scalars,
-            result,
-            *kept,
-            *ctx.options,
-        )
-        state = grads[3:] if ctx.has_state else (None, None, None)
-        return *grads[:3], None, None, None, *state, *(None for _ in ctx.options)
+        operator = torch.ops.flowformer.triton_causal_backward
+        inputs = query, key, value, mask, bounds, ctx.longest, scalars
+        *grads, start = library.differentiate(operator, grad, grad_end, *inputs, result, kept, *ctx.options)
+        state = _state(start, query, query.shape[0], value.shape[3]) if ctx.has_state else (None, None, None)
+        return *grads, None, None, None, *state, *(None for _ in ctx.options)
+
+
+def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
+    """The three tensors of a state that lies in one."""
+    heads, dim = query.shape[1], query.shape[3]
+    shapes = (batch, heads, 4, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
+    parts = flat.split_with_sizes(state_sizes(batch * heads, dim, value_dim))
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Plan:
@@ -197,6 +205,23 @@ class Plan:
         self.device = query.device
         self.launched: dict = {}
 
+        rows, segments, tiles = self.rows, self.segments, self.value_tiles
+        self.width = dim * value.shape[-1]
+        self.state = state_sizes(rows, dim, value.shape[-1])
+        self.kept = kept_sizes(query, value, rows, longest, self.config.chunk)
+        sums, memories = self.kept[1], self.kept[3]
+        vectors = 2 * rows * segments * dim
+        # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
+        forward = vectors, vectors, rows * segments, memories, 2 * self.plane, sums // 2
+        self.forward_scratch = [_aligned(size) for size in forward]
+        # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
+        planes = causal_backward.GRAD_PLANES.value + 2 * tiles
+        backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
+        if segments > 1:
+            # the gradients of Σk/O and Σq/I, what later ones reach it by, dS, and dS after it
+            backward += [vectors * tiles, vectors // 2, memories, memories]
+        self.backward_scratch = [_aligned(size) for size in backward]
+
     def launch(self, kernel, shape: Shape, args: tuple, options: dict, *, tiles=1, name="") -> None:
         """Runs a kernel on every head, segment and tile; `name` tells its uses apart."""
         again = self.launched.get((kernel, name))
@@ -213,23 +238,23 @@ class Plan:
         if again is not None:
             again(*args)
             return
-        width = before.shape[-2] * before.shape[-1]
-        options = {"WIDTH": width, "BLOCK": min(256, triton.next_power_of_2(width)), "REVERSE": reverse}
-        grid = self.rows, triton.cdiv(width, options["BLOCK"]), 1
+        options = {"WIDTH": self.width, "BLOCK": min(256, triton.next_power_of_2(self.width)), "REVERSE": reverse}
+        grid = self.rows, triton.cdiv(self.width, options["BLOCK"]), 1
         self.launched[kernel, ""] = launch(kernel, grid, args, options, self.device)
 
-    def empty(self, like: Tensor, *shape) -> Tensor:
-        return like.new_empty(shape, dtype=torch.float32)
+    def empty(self, sizes: list[int]) -> tuple[Tensor, ...]:
+        """Uninitialised numbers, in pieces of one tensor: to ask for several takes longer than a kernel runs."""
+        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device).split_with_sizes(sizes)
 
 
 _plans: dict[tuple, Plan] = {}
 
 
-def _plan(tensors, query, key, value, bounds, longest, scale, variant) -> Plan:
+def _plan(tensors, longest, scale, variant) -> Plan:
     """The plan of a call, by everything a kernel could have been compiled for."""
+    query, key, value, _, bounds = tensors[:5]
     seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
-    shapes = config(query, value, variant.feature_map)
-    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST, shapes
+    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST
     plan = _plans.get((seen, place))
     if plan is None:
         if len(_plans) >= 512:
@@ -239,22 +264,24 @@ def _plan(tensors, query, key, value, bounds, longest, scale, variant) -> Plan:
 
 
 def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, variant: FlowVariant):
-    """The result, the three tensors of the state after it, and what the backward pass needs."""
-    query, key, value = (dense(x) for x in (query, key, value))
-    sums, memory, scalars = (None if x is None else x.contiguous() for x in (sums, memory, scalars))
-    result, ends, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
+    """The result, the state after it in one tensor, and what the backward pass needs."""
+    query, key, value = dense(query), dense(key), dense(value)
+    sums, memory, scalars = _contiguous(sums), _contiguous(memory), _contiguous(scalars)
+    if not query.numel():
+        result, end, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
+        before = empty_state(query, value) if sums is None else (sums, memory, scalars)
+        for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
+            part.copy_(old)
+        return result, end, kept
+    plan = _plan((query, key, value, mask, bounds, sums, memory, scalars), longest, scale, variant)
+    result = torch_backend.empty_result(query, value.shape[3])
     if bounds is not None:
         result.zero_()
-    if not query.numel():
-        for end, part in zip(ends, empty_state(query, value) if sums is None else (sums, memory, scalars), strict=True):
-            end.copy_(part)
-        return result, *ends, *kept
-    tensors = query, key, value, mask, bounds, sums, memory, scalars
-    plan = _plan(tensors, query, key, value, bounds, longest, scale, variant)
-    flows, chunk_sums, logs, memories = kept
-    end_sums, end_memory, end_scalars = ends
-    rows, segments, plane, shapes = plan.rows, plan.segments, plan.plane, plan.config
-    split = segments > 1
+    kept = torch.empty(sum(plan.kept), dtype=torch.float32, device=query.device)
+    end = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
+    flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
+    end_sums, end_memory, end_scalars = end.split_with_sizes(plan.state)
+    plane, shapes, split = plan.plane, plan.config, plan.segments > 1
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds
     strides = *query.stride()[:3], *key.stride()[:3]
@@ -263,22 +290,15 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
     partial = conserved = local_flows = local_sums = None
     with device_of(query):
         if split:
-            partial, conserved = plan.empty(query, 2, rows, segments, 2, query.shape[3])
-            local_flows = plan.empty(query, 2, plane)
-            local_sums = plan.empty(query, *chunk_sums.shape[:3], 2, query.shape[3])
-            plan.launch(
-                causal_forward.sums_kernel,
-                shapes.sums,
-                (*inputs, partial, *strides, *plan.tokens, variant.eps),
-                features,
-            )
+            partial, conserved, totals, increments, local_flows, local_sums = plan.empty(plan.forward_scratch)
+            args = *inputs, partial, *strides, *plan.tokens, variant.eps
+            plan.launch(causal_forward.sums_kernel, shapes.sums, args, features)
         args = (
             *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
             end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
         plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, "SPLIT": split})
         if split:
-            totals, increments = plan.empty(query, rows, segments), torch.empty_like(memories)
             args = (
                 *inputs[1:], sums, scalars, conserved, flows, plane, chunk_sums, local_flows, local_sums, totals,
                 end_sums, *key.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
@@ -297,21 +317,16 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
         )  # fmt: skip
         options = {**products, **plan.roles, "SPLIT": split}
         plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
-    return result, *ends, *kept
+    return result, end, kept
 
 
 def backward(
-    grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, bounds, longest, scalars, result, flows,
-    chunk_sums, logs, memories, scale, variant: FlowVariant,
-):  # fmt: skip
+    grad, grad_end, query, key, value, mask, bounds, longest, scalars, result, kept, scale, variant: FlowVariant
+):
     """The gradients of query, key and value, and of the state before the first token."""
-    query, key, value, grad = (dense(x) for x in (query, key, value, grad))
-    grad_sums, grad_memory, grad_scalars, scalars = (
-        None if x is None else x.contiguous() for x in (grad_sums, grad_memory, grad_scalars, scalars)
-    )
+    grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
+    grad_end, scalars = _contiguous(grad_end), _contiguous(scalars)
     (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
-    sequences = batch if bounds is None else bounds.shape[0] - 1
-    start_sums, start_memory, start_scalars = empty_parts(query, sequences, value_dim)
     shared = heads // max(key.shape[1], 1)
     grad_query = torch.empty_like(query)
     # every query head writes its own; those that share a key head are added up in a fixed order afterwards
@@ -322,29 +337,30 @@ def backward(
         for x in (grad_query, grad_key, grad_value):
             x.zero_()
     if not query.numel():
-        pairs = (start_sums, grad_sums), (start_memory, grad_memory), (start_scalars, grad_scalars)
-        for start, end in pairs:
-            start.zero_() if end is None else start.copy_(end)
-        return grad_query, torch.zeros_like(key), torch.zeros_like(value), start_sums, start_memory, start_scalars
-    tensors = query, key, value, mask, bounds, grad, grad_sums, grad_memory, grad_scalars, scalars, result
-    plan = _plan((*tensors, flows, chunk_sums, logs, memories), query, key, value, bounds, longest, scale, variant)
-    rows, segments, plane, tiles, shapes = plan.rows, plan.segments, plan.plane, plan.value_tiles, plan.config
-    grads = plan.empty(query, causal_backward.GRAD_PLANES.value + 2 * tiles, plane)
-    partial, carried = plan.empty(query, rows, segments, 2, dim), plan.empty(query, rows, segments, tiles)
-    after = torch.empty_like(chunk_sums)
+        sizes = state_sizes(heads * _sequences(query, bounds), dim, value_dim)
+        start = query.new_zeros(sum(sizes), dtype=torch.float32) if grad_end is None else grad_end.clone()
+        return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
+    tensors = query, key, value, mask, bounds, grad, grad_end, scalars, result, kept
+    plan = _plan(tensors, longest, scale, variant)
+    start = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
+    start_sums, start_memory, start_scalars = start.split_with_sizes(plan.state)
+    grad_sums = grad_memory = grad_scalars = None
+    if grad_end is not None:
+        grad_sums, grad_memory, grad_scalars = grad_end.split_with_sizes(plan.state)
+    flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
+    grads, after, partial, carried, *apart = plan.empty(plan.backward_scratch)
+    rows, split, plane, tiles, shapes = plan.rows, plan.segments > 1, plan.plane, plan.value_tiles, plan.config
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds, scalars
     strides = *query.stride()[:3], *key.stride()[:3]
-    split, features = segments > 1, {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
+    features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
     # without competition nothing writes dÔ
     final = not split and tiles == 1 and grad_scalars is None and plan.competition["COMPETITION"]
     roles = {**features, **plan.competition, "SPLIT": split, "FINAL": final}
     grad_memories, conserved, reaching = grad_memory, None, None
     with device_of(query):
         if split:
-            conserved = plan.empty(query, rows, segments, tiles, 2, dim)
-            reaching = plan.empty(query, rows, segments, dim)
-            increments, grad_memories = torch.empty_like(memories), torch.empty_like(memories)
+            conserved, reaching, increments, grad_memories = apart
             args = (
                 query, grad, result, positions, bounds, flows, grads, plane, increments, conserved,
                 *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
@@ -376,6 +392,9 @@ def backward(
                 start_sums, *(stride for x in sources for stride in x.stride()[:3]), *plan.tokens, variant.eps,
             )  # fmt: skip
             options = {**products, "REVERSE": reverse}
+            if max(dim, value_dim) > 128 and plan.features["DOT"] == tl.float32:
+                # three times the factors of so wide products would not fit the registers
+                options["PRECISION"] = "ieee"
             if plan.features["DOT"] == tl.bfloat16 and not (whole or reverse):
                 # dQ is a small difference of large terms, which only a program with all features can balance
                 options |= {"DOT": tl.float32, "PRECISION": "tf32"}
@@ -383,7 +402,7 @@ def backward(
             plan.launch(kernel, shapes.gradient, args, options, tiles=plan.feature_tiles, name=name)
     if shared > 1:
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
-    return grad_query, grad_key, grad_value, start_sums, start_memory, start_scalars
+    return grad_query, grad_key, grad_value, start
 
 
 def segment_count(rows, longest):
@@ -398,27 +417,39 @@ def segment_chunks(longest, segments, chunk):
     return torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk))
 
 
+def state_sizes(rows, dim, value_dim) -> list[int]:
+    """How many numbers the three tensors of a state take, each from an aligned one on."""
+    return [_aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
+
+
+def kept_sizes(query, value, rows, longest, chunk) -> list[int]:
+    """How many numbers the flows, sums, logs and memories of `causal_forward` take."""
+    (batch, heads, length, dim), segments = query.shape, segment_count(rows, longest)
+    chunks = segments * segment_chunks(longest, segments, chunk)
+    sizes = causal_parts.PLANES * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
+    return [_aligned(size) for size in (*sizes, rows * segments * dim * value.shape[3])]
+
+
 def empty_outputs(query, value, bounds, longest, feature_map):
-    """The result, the end state, and the flows, sums, logs and memories of `causal_forward`, uninitialised."""
-    batch, heads, length, dim = query.shape
-    sequences = batch if bounds is None else bounds.shape[0] - 1
-    rows, segments = sequences * heads, segment_count(sequences * heads, longest)
-    ends = empty_parts(query, sequences, value.shape[-1])
-    shapes = (
-        (causal_parts.PLANES, batch, heads, length),
-        (rows, segments, segment_chunks(longest, segments, config(query, value, feature_map).chunk), 4, dim),
-        (rows, segments + 1),
-        (rows, segments, dim, value.shape[-1]),
-    )
-    kept = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    return torch_backend.empty_result(query, value.shape[-1]), ends, kept
+    """The result, the end state, and what is kept, uninitialised."""
+    rows = query.shape[1] * _sequences(query, bounds)
+    kept = kept_sizes(query, value, rows, longest, config(query, value, feature_map).chunk)
+    sizes = sum(state_sizes(rows, query.shape[3], value.shape[3])), sum(kept)
+    end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
+    return torch_backend.empty_result(query, value.shape[3]), end, kept
 
 
-def empty_parts(query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
-    """The three tensors of a state, uninitialised."""
-    heads, dim = query.shape[1], query.shape[3]
-    shapes = (batch, heads, 4, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
-    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+def _sequences(query: Tensor, bounds: Tensor | None):
+    return query.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+def _aligned(count):
+    """Rounded up, so that what follows in memory is as aligned at every length."""
+    return (count + 3) // 4 * 4
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _signed_positions(mask: Tensor) -> Tensor:
@@ -431,36 +462,36 @@ def _block(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
+_variant = functools.lru_cache(FlowVariant)  # it checks what it is given, in every call
+
+
 def _forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
-    return forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, FlowVariant(*variant))
+    return forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, _variant(*variant))
 
 
 def _backward(*args):
-    return backward(*[*args[:17], FlowVariant(*args[17:])])
+    return backward(*args[:12], _variant(*args[12:]))
 
 
 def _fake_forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
-    feature_map = FlowVariant(*variant).feature_map
-    result, ends, kept = empty_outputs(query, value, bounds, longest, feature_map)
-    return result, *ends, *kept
+    return empty_outputs(query, value, bounds, longest, FlowVariant(*variant).feature_map)
 
 
-def _fake_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, bounds, *_):
-    sequences = query.shape[0] if bounds is None else bounds.shape[0] - 1
-    return *(torch.empty_like(x) for x in (query, key, value)), *empty_parts(query, sequences, value.shape[-1])
+def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
+    start = sum(state_sizes(query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]))
+    return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(start, dtype=torch.float32)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, SymInt longest"
 library.register(
     f"triton_causal({_INPUTS}, Tensor? sums, Tensor? memory, Tensor? scalars, {library.VARIANT})"
-    f" -> ({', '.join(['Tensor'] * 8)})",
+    " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 library.register(
-    f"triton_causal_backward(Tensor grad, Tensor? grad_sums, Tensor? grad_memory, Tensor? grad_scalars, {_INPUTS}, "
-    f"Tensor? scalars, Tensor result, Tensor flows, Tensor starts, Tensor logs, Tensor memories, {library.VARIANT})"
-    f" -> ({', '.join(['Tensor'] * 6)})",
+    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, Tensor? scalars, Tensor result, Tensor kept, "
+    f"{library.VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
