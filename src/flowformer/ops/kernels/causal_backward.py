@@ -405,6 +405,12 @@ def gradient_kernel(
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
+    OWN_INVERSE: tl.constexpr = INVERSE_OUTGOING if REVERSE else INVERSE_INCOMING
+    OTHER_INVERSE: tl.constexpr = INVERSE_INCOMING if REVERSE else INVERSE_OUTGOING
+    OWN_FLOW: tl.constexpr = GRAD_OUTGOING if REVERSE else GRAD_INCOMING
+    OTHER_FLOW: tl.constexpr = GRAD_INCOMING if REVERSE else GRAD_OUTGOING
+    OWN_CONSERVED: tl.constexpr = GRAD_CONSERVED_OUTGOING if REVERSE else GRAD_CONSERVED_INCOMING
+    OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
     # dQ is a small difference of large terms: rounded but once, they would cost it two bits
     HALVES: tl.constexpr = tl.bfloat16 == DOT and REVERSE == 0
     mine = 1 - REVERSE
@@ -425,12 +431,14 @@ def gradient_kernel(
         m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         take, give = load_weights(at, plane, keep)
-        inverse = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
-        other_inverse = settled(tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0))
-        flow = tl.load(grads_at + GRAD_INCOMING * plane, mask=inside, other=0.0)
-        other_flow = settled(tl.load(grads_at + GRAD_OUTGOING * plane, mask=inside, other=0.0))
-        conserved = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
-        other_conserved = settled(tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0))
+        if REVERSE:
+            take, give = give, take
+        inverse = tl.load(at + OWN_INVERSE * plane, mask=inside, other=0.0)
+        other_inverse = settled(tl.load(at + OTHER_INVERSE * plane, mask=inside, other=0.0))
+        flow = tl.load(grads_at + OWN_FLOW * plane, mask=inside, other=0.0)
+        other_flow = settled(tl.load(grads_at + OTHER_FLOW * plane, mask=inside, other=0.0))
+        conserved = tl.load(grads_at + OWN_CONSERVED * plane, mask=inside, other=0.0)
+        other_conserved = settled(tl.load(grads_at + OTHER_CONSERVED * plane, mask=inside, other=0.0))
         # needed last, but no load moves across the barriers of the products
         before = load_vector(sums, chunk * 4 + REVERSE, columns, D)
         before_conserved = load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D)
@@ -438,11 +446,6 @@ def gradient_kernel(
         after_conserved = load_vector(after, chunk * 4 + 1 + 2 * REVERSE, columns, D)
         if not REVERSE and WHOLE:
             overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-        if REVERSE:
-            take, give = give, take
-            inverse, other_inverse = other_inverse, inverse
-            flow, other_flow = other_flow, flow
-            conserved, other_conserved = other_conserved, conserved
 
         given = (m * give[:, None]).to(DOT)
         met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
