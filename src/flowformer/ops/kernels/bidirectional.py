@@ -33,7 +33,7 @@ from .. import library
 from ..torch_backend import empty_result
 from ..variant import FlowVariant
 from ..varlen import Lengths
-from . import bidirectional_backward, bidirectional_forward, bidirectional_whole, configs
+from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
 from .launch import dense, device_of, launch, processors
 
@@ -122,10 +122,6 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
     incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
     partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
     with device_of(query):
-        if plan.whole:
-            flows = incoming, allocation, outgoing, conserved_outgoing
-            plan.launch("forward", query, key, value, result, *extras, partial, records, *flows)
-            return result, kept if keep else kept.new_empty(0)
         plan.launch("sums", query, key, *extras, partial)
         plan.launch("flows", query, key, *extras, partial, incoming, outgoing)
         plan.launch("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
@@ -153,11 +149,6 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
     per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
     with device_of(query):
-        if plan.whole:
-            flows = incoming, allocation, exchange, *per_source
-            tensors = query, key, value, grad, *outs, *extras, records, partial, grad_records, products
-            plan.launch("backward", *tensors, *flows)
-            return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
         plan.launch("grad_memory", query, grad, *sinks)
         plan.launch("grad_finish", partial, records, grad_records, products)
         sources = key_mask, key_bounds, records, partial, grad_records
@@ -198,7 +189,6 @@ class Plan:
     """What calls of one kind are launched with: to work that out anew takes longer than the launches themselves."""
 
     device: torch.device
-    whole: bool  # whether one program has a head to itself
     partial: int  # numbers in all records of all segments
     products: int  # numbers of ⟨S, dS⟩
     grids: dict[str, tuple[int, int, int]]
@@ -214,8 +204,6 @@ class Plan:
             return
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
         settings = {"num_warps": self.launches[name].warps} if name in self.launches else {}
-        if self.whole:
-            module, settings = bidirectional_whole, {"num_warps": self.launches["result"].warps}
         self.launched[name] = launch(
             getattr(module, name), self.grids[name], args, self.constants[name], self.device, **settings
         )
@@ -258,8 +246,6 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
     capacity = processors(device) * 64**2 // max(block_d * block_e, 64**2)
     segments = max(1, *(min(count * capacity // records, longest // tokens) for count, tokens in SEGMENTS))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
-    alike = tiles == 1 and heads == key_heads and len({launch.warps for launch in launches.values()}) == 1
-    whole = alike and segments == 1
 
     dims = {"D": dim, "E": value_dim}
     common = dims | {
@@ -281,13 +267,9 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
         "grad_query": tiled | allocation,
         "grad_source": tiled | shared | competition,
     }
-    passes = {}
     for name, shape in launches.items():
         eye = shape.eye and multiply in ("bf16", "bf16x3") and block_d <= 128
         constants[name] |= {"BLOCK": shape.block, "STAGES": shape.stages, "EYE": eye}
-        passes[name] = eye, shape.block, shape.stages
-    for name in ("sums", "flows", "result", "grad_query", "grad_source"):
-        constants[name]["WHOLE"] = False
     if heads != key_heads:
         # what is read anew for each query head need not be under way for several blocks
         constants["grad_source"]["STAGES"] = 1
@@ -295,12 +277,6 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
     vectors = triton.next_power_of_2(4 * dim)
     constants["finish"] = chunked | competition | {"VECTORS": vectors, "RESCALE": variant.rescale}
     constants["grad_finish"] = chunked | {"BLOCK_D": block_d}
-    both = tiled | competition | allocation | {"CHUNK": CHUNK}
-    forward, backward = ("SUMS", "FLOWS", "MEMORY", "RESULT"), ("MEMORY", "SHARE", "QUERY", "SOURCE")
-    constants["forward"] = both | shared | keeps | {"RESCALE": variant.rescale, "VECTORS": vectors}
-    constants["forward"] |= dict(zip(forward, list(passes.values())[:4], strict=True))
-    constants["backward"] = both | {"CHUNKS": triton.next_power_of_2(chunks)}
-    constants["backward"] |= dict(zip(backward, list(passes.values())[4:], strict=True))
     grids = dict.fromkeys(constants, (records * segments, 1, 1))
     grids["sums"] = grids["flows"] = (records * segments, 2, 1)
     grids["memory"] = grids["grad_memory"] = (records * segments, tiles, 1)
@@ -317,7 +293,6 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
             "memory": (*k, *v, *of_sources, *flow, clamp),
             "finish": (segments,),
             "result": (*q, *r, *of_sinks, *flow),
-            "forward": (*q, *k, *v, *r, sinks, sources, heads, *flow, clamp),
         }
     else:
         q, k, v, g, gq, gk, gv = strides
@@ -327,10 +302,9 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
             "grad_competition": (*k, *v, *of_sources, chunks, scale, variant.eps, clamp),
             "grad_query": (*q, *g, *gq, *of_sinks, scale, variant.eps),
             "grad_source": (*k, *v, *gk, *gv, *of_sources, scale, variant.eps, clamp),
-            "backward": (*q, *k, *v, *g, *gq, *gk, *gv, sinks, sources, heads, scale, variant.eps, clamp),
         }
     partial = records * segments * _record_size(dim, value_dim)
-    return Plan(device, whole, partial, records * chunks, grids, numbers, constants, launches)
+    return Plan(device, partial, records * chunks, grids, numbers, constants, launches)
 
 
 def _strides(tensors) -> tuple[int, list[list[int]]]:

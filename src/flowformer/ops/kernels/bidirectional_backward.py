@@ -82,36 +82,25 @@ def grad_memory(
         tl.store(own + D * E + 2 * D + columns, tl.sum(vector, 0) + eps * tl.sum(weights, 0), mask=columns < D)
 
 
-@triton.jit
-def grad_finish_chunk(
-    partial, records, grads, products, chunk, chunks, segments,
-    D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """A chunk of dS of a head from the records of its segments, ⟨S, dS⟩ of it, and d(Σk/O)."""
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    head = tl.program_id(0).to(tl.int64)
-    partial += head * segments * SIZE
-    records += head * SIZE
-    grads += head * SIZE
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    result = total(partial, segments, SIZE, index, D * E, 4)
-    tl.store(grads + index, result, mask=index < D * E)
-    product = tl.sum(result * tl.load(records + index, mask=index < D * E, other=0.0), 0)
-    tl.store(products + head * chunks + chunk, product)
-    if chunk == 0:
-        columns = tl.arange(0, BLOCK_D)
-        vector = total(partial + D * E + 2 * D, segments, SIZE, columns, D, 16)
-        tl.store(grads + D * E + 2 * D + columns, vector, mask=columns < D)
-
-
 @kernel
 def grad_finish(
     partial, records, grads, products, segments,
     D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dS and d(Σk/O) of a head from the records of its segments, and ⟨S, dS⟩ of each chunk."""
-    chunk, chunks = tl.program_id(1), tl.num_programs(1)
-    grad_finish_chunk(partial, records, grads, products, chunk, chunks, segments, D, E, CHUNK, BLOCK_D)
+    SIZE: tl.constexpr = D * E + 4 * D + 4
+    partial += tl.program_id(0).to(tl.int64) * segments * SIZE
+    records += tl.program_id(0).to(tl.int64) * SIZE
+    grads += tl.program_id(0).to(tl.int64) * SIZE
+    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    result = total(partial, segments, SIZE, index, D * E, 4)
+    tl.store(grads + index, result, mask=index < D * E)
+    product = tl.sum(result * tl.load(records + index, mask=index < D * E, other=0.0), 0)
+    tl.store(products + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), product)
+    if tl.program_id(1) == 0:
+        columns = tl.arange(0, BLOCK_D)
+        vector = total(partial + D * E + 2 * D, segments, SIZE, columns, D, 16)
+        tl.store(grads + D * E + 2 * D + columns, vector, mask=columns < D)
 
 
 @triton.jit
@@ -201,11 +190,11 @@ def grad_query(
     q_batch, q_head, q_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, and dΣk = Σ dI (q + ε)."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, not WHOLE)
+    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records += record * SIZE
     partial += record * segments * SIZE
     first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
@@ -283,11 +272,11 @@ def grad_source(
     sources, heads, segments, scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a key head, summed over the query heads that share it."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads // SHARED, key_bounds is not None, not WHOLE)
+    segment, sequence, head, record, row = place(segments, heads // SHARED, key_bounds is not None, True)
     first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
     k_row *= ALIGN
     v_row *= ALIGN

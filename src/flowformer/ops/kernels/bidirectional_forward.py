@@ -23,8 +23,7 @@ from .blocks import (
 )
 from .features import sigmoid
 
-_TENSORS = ("q", "k", "v", "g", "r", "dq", "dk", "dv")
-_VARYING = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "row")}
+_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head", "row")}
 _VARYING |= {"sinks", "sources", "heads", "segments"}
 
 
@@ -60,13 +59,12 @@ def sums(
     q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale,
     SHARED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Σq by one half of the programs and Σk by the other, and how many tokens they are of."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, _ = place(segments, heads, query_bounds is not None, False)
     own = partial + (record * segments + segment) * SIZE
-    if WHOLE or tl.program_id(1) == 0:
+    if tl.program_id(1) == 0:
         first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
         q_row *= ALIGN
         query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
@@ -74,7 +72,7 @@ def sums(
             query, q_row, query_mask, sequence * sinks + first, count, own, scale,
             D * E + D, D * E + 4 * D + 1, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
-    if WHOLE or tl.program_id(1) == 1:
+    else:
         first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
         k_row *= ALIGN
         key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
@@ -112,13 +110,13 @@ def flows(
     q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale, eps, flow_eps,
     SHARED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """I and Σq/I by one half of the programs, O and Σk/O by the other."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, not WHOLE)
+    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records = partial + record * segments * SIZE
-    if WHOLE or tl.program_id(1) == 0:
+    if tl.program_id(1) == 0:
         first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
         q_row *= ALIGN
         query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
@@ -127,7 +125,7 @@ def flows(
             incoming + row * sinks + first, scale, eps, flow_eps,
             D * E, D * E + 3 * D, SIZE, True, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
-    if WHOLE or tl.program_id(1) == 1:
+    else:
         first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
         k_row *= ALIGN
         key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
@@ -203,13 +201,13 @@ def memory(
         tl.store(own + D * E + 4 * D + 3, tl.sum(mass, 0))
 
 
-@triton.jit
-def finish_chunk(
-    partial, records, chunk, segments,
+@kernel
+def finish(
+    partial, records, segments,
     COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the record of a head from those of its segments."""
+    """The record of a head from those of its segments."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     partial += tl.program_id(0).to(tl.int64) * segments * SIZE
     records += tl.program_id(0).to(tl.int64) * SIZE
@@ -222,7 +220,7 @@ def finish_chunk(
         n += tl.sum(tl.load(scalars + 1, mask=kept, other=0.0), 0)
         reference = tl.maximum(reference, tl.max(tl.load(scalars + 2, mask=kept, other=0.0), 0))
 
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     result = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, segments, 4):
         segment = start + tl.arange(0, 4)
@@ -237,7 +235,7 @@ def finish_chunk(
         mass = m
     inverse = tl.where(mass > 0, 1.0 / mass, 0.0)
     tl.store(records + index, result * inverse, mask=index < D * E)
-    if chunk == 0:
+    if tl.program_id(1) == 0:
         columns = tl.arange(0, VECTORS)
         vectors = total(partial + D * E, segments, SIZE, columns, 4 * D, 4)
         tl.store(records + D * E + columns, vectors, mask=columns < 4 * D)
@@ -249,26 +247,16 @@ def finish_chunk(
 
 
 @kernel
-def finish(
-    partial, records, segments,
-    COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
-    VECTORS: tl.constexpr,
-):  # fmt: skip
-    """The record of a head from those of its segments."""
-    finish_chunk(partial, records, tl.program_id(1), segments, COMPETITION, RESCALE, D, E, CHUNK, VECTORS)
-
-
-@kernel
 def result(
     query, out, query_mask, query_bounds, records, incoming, allocation,
     q_batch, q_head, q_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps, flow_eps,
     KEEP: tl.constexpr, ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Î, α and R."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, not WHOLE)
+    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records += record * SIZE
     first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
     q_row *= ALIGN
