@@ -354,9 +354,7 @@ def backward(
     inputs = query, key, positions, bounds, scalars
     strides = *query.stride()[:3], *key.stride()[:3]
     features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
-    # without competition nothing writes dÔ
-    final = not split and tiles == 1 and grad_scalars is None and plan.competition["COMPETITION"]
-    roles = {**features, **plan.competition, "SPLIT": split, "FINAL": final}
+    roles = {**features, **plan.competition, "SPLIT": split}
     grad_memories, conserved, reaching = grad_memory, None, None
     with device_of(query):
         if split:
@@ -470,7 +468,7 @@ def _forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sc
 
 
 def _backward(*args):
-    return backward(*args[:12], _variant(*args[12:]))
+    return backward(*[*args[:12], _variant(*args[12:])])
 
 
 def _fake_forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):

@@ -26,6 +26,8 @@ from .causal_parts import (
     INVERSE_OUTGOING,
     RUNTIME,
     beside,
+    folded,
+    four,
     halves,
     inside_of,
     load_count,
@@ -41,6 +43,7 @@ from .causal_parts import (
     store_rows,
     store_vector,
     sum_segments,
+    totals,
     triangle,
     truncated,
     within,
@@ -78,13 +81,19 @@ def earlier(later_log, later_sum, log, sum):
 
 
 @triton.jit
+def sum_and_least(sum, least, other_sum, other_least):
+    return sum + other_sum, tl.minimum(least, other_least)
+
+
+@triton.jit
 def competition_gradient(weight, flow, log, later, log_later, tokens):
     """dÔ of a chunk before the clamp, and Z and L of its first token, from those after it."""
     _, sums = tl.associative_scan((log, weight), 0, earlier, reverse=True)
     sums += decay(log, log_later) * later
     # a masked token may have any Ô, but the masked are zeroed where the gradient is used
     gradient = weight - decay(flow, log) * sums
-    return gradient, tl.sum(tl.where(tokens == 0, sums, 0.0), 0), tl.min(log, 0)
+    first, least = tl.reduce((tl.where(tokens == 0, sums, 0.0), log), 0, sum_and_least)
+    return gradient, first, least
 
 
 @triton.jit
@@ -183,12 +192,11 @@ def value_gradient_kernel(
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dV, from right to left with dS, and dÔ/D of each token without what later segments add; `carried` gets Z.
 
-    Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩,
-    and dÎ/D where FINAL: nothing else adds to either gradient.
+    Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -229,23 +237,15 @@ def value_gradient_kernel(
         v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
         if not SPLIT:
             r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
-            overlap = tl.sum(g * r, 1)
-            tl.store(grads_at + (GRAD_PLANES + tile) * plane, overlap, mask=inside)
-            if FINAL:
-                declined = tl.load(at + DECLINED * plane, mask=keep, other=0.0)
-                tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, overlap * declined, mask=inside)
+            tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
         if COMPETITION:
             flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
             log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
-            weight = tl.sum(v * gradient, 1)
+            weight = settled(tl.sum(v * gradient, 1))
             outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
             free = keep & (tl.abs(flow) <= clamp)
             outgoing = tl.where(free, outgoing / position, 0.0)
-            tl.store(
-                grads_at + (GRAD_CONSERVED_OUTGOING if FINAL else GRAD_PLANES + TILES + tile) * plane,
-                outgoing,
-                mask=inside,
-            )
+            tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, outgoing, mask=inside)
             if SPLIT:
                 share = tl.where(free, decay(flow, log_end) / position, 0.0)
                 none = tl.zeros([C], tl.float32)
@@ -271,11 +271,9 @@ def flow_gradient_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, FINAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of I·D and O·D, from right to left, and their sums over each segment; where not FINAL also those of
-    Î·D and Ô·D.
+    """The gradients of Î·D and Ô·D; those of I·D and O·D, from right to left, and their sums over each segment.
 
     `after` (B·H, T, chunks, 4, D) gets what the tokens of a chunk receive from later ones, those of this segment only
     where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
@@ -325,38 +323,32 @@ def flow_gradient_kernel(
         inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
-        if FINAL:
-            conserved_in = tl.load(grads_at + GRAD_CONSERVED_INCOMING * plane, mask=inside, other=0.0)
-            conserved_out = tl.load(grads_at + GRAD_CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-        else:
-            conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
-            conserved_out = tl.zeros([C], tl.float32)
-            if COMPETITION:
-                conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
+        conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
+        conserved_out = tl.zeros([C], tl.float32)
+        if COMPETITION:
+            conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
+            if SPLIT or grad_scalars is not None:
                 flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
                 share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
                 conserved_out -= share * later
-            tl.store(grads_at + GRAD_CONSERVED_INCOMING * plane, conserved_in, mask=inside)
-            tl.store(grads_at + GRAD_CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
         conserved_in, conserved_out = settled(conserved_in), settled(conserved_out)
         # before the wider products, as in the forward pass
-        key_sum, conserved_key = pick(key_grads, 0), pick(key_grads, 1)
-        query_sum, conserved_query = pick(query_grads, 2), pick(query_grads, 3)
-        coming = halves(conserved_key, conserved_query, none, none, DOT)
+        all_grads = totals(key_grads, query_grads)
+        coming = folded(all_grads, DOT)
         from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
         from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
         sinks_after = tl.dot(k, coming, input_precision=PRECISION)
         sources_after = tl.dot(q, coming, input_precision=PRECISION)
-        grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 0)
-        grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 1)
+        grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 1)
+        grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 3)
         flow_out = -grad_out * inverse_out * inverse_out / position
         flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position
-        tl.store(grads_at + GRAD_INCOMING * plane, flow_in, mask=inside)
-        tl.store(grads_at + GRAD_OUTGOING * plane, flow_out, mask=inside)
-        store_vector(after, chunk * 4, columns, query_sum, D)
-        store_vector(after, chunk * 4 + 1, columns, conserved_query, D)
-        store_vector(after, chunk * 4 + 2, columns, key_sum, D)
-        store_vector(after, chunk * 4 + 3, columns, conserved_key, D)
+        # in the order of the planes
+        planes, which = four(flow_in, flow_out, conserved_in, conserved_out), tl.arange(0, 4)[None, :]
+        tl.store(grads_at[:, None] + which * plane, planes, mask=inside[:, None])
+        pair = tl.arange(0, 8)[None, :]
+        to = after + (chunk * 4 + (pair + 2) % 4) * D + columns[:, None]
+        tl.store(to, all_grads, mask=(columns < D)[:, None] & (pair < 4))
         weights = halves(flow_in, conserved_in, flow_out, conserved_out, DOT)
         key_grads = tl.dot(tl.trans(query_eps), weights, key_grads, input_precision=PRECISION)
         query_grads = tl.dot(tl.trans(key_eps), weights, query_grads, input_precision=PRECISION)

@@ -20,12 +20,14 @@ from .causal_parts import (
     CONSERVED_OUTGOING,
     DECLINED,
     INVERSE_INCOMING,
-    INVERSE_OUTGOING,
     LOG_OUTGOING,
     NOTHING,
     RECEIVED,
     RUNTIME,
     beside,
+    eight,
+    folded,
+    four,
     halves,
     inside_of,
     load_count,
@@ -42,6 +44,7 @@ from .causal_parts import (
     store_rows,
     store_vector,
     sum_segments,
+    totals,
     triangle,
     within,
 )
@@ -113,7 +116,7 @@ def flows_kernel(
         conserved_query += load_vector(state_sums, row * 4 + 3, columns, D) + once
     none = tl.zeros([BLOCK_D], tl.float32)
     key_sums = beside(key_sum + once, conserved_key, none, none)
-    query_sums = beside(query_sum + once, none, conserved_query, none)
+    query_sums = beside(none, none, query_sum + once, conserved_query)
     first_chunk = (row * segments + segment) * (size // C)
     log_sum = NOTHING
 
@@ -126,9 +129,8 @@ def flows_kernel(
         if positions is not None:
             seen = lower & keep[None, :]
         # stored before the wider products need their place: ptxas 12.8 loses the address of what shares it with them
-        key_sum, conserved_key = pick(key_sums, 0), pick(key_sums, 1)
-        query_sum, conserved_query = pick(query_sums, 0), pick(query_sums, 2)
-        before = halves(key_sum, conserved_key, query_sum, conserved_query, DOT)
+        all_sums = totals(key_sums, query_sums)
+        before = folded(all_sums, DOT)
         # a product for each direction, so that every sum runs along a row, inside a warp
         to_sinks = tl.where(seen, tl.dot(query_eps, tl.trans(k), input_precision=PRECISION), 0.0)
         to_sources = tl.where(seen, tl.dot(key_eps, tl.trans(q), input_precision=PRECISION), 0.0)
@@ -142,36 +144,36 @@ def flows_kernel(
         conserved_out = tl.sum(to_sources * inverse_in[None, :], 1) + pick(sources_before, 3) + flow_eps
         each = 1.0 / position
         conserved_in, conserved_out = conserved_in * each, conserved_out * each
-        at, inside, here = flows + base + tokens, inside_of(tokens, base, last), first_chunk + chunk
-        tl.store(at + INVERSE_INCOMING * plane, inverse_in, mask=inside)
-        tl.store(at + INVERSE_OUTGOING * plane, inverse_out, mask=inside)
-        store_vector(sums, here * 4, columns, key_sum, D)
-        store_vector(sums, here * 4 + 1, columns, query_sum, D)
+        inside, here = inside_of(tokens, base, last), first_chunk + chunk
+        at = (flows + base + tokens)[:, None]
         if SPLIT:
-            local_at = local_flows + base + tokens
-            tl.store(local_at, conserved_in, mask=inside)
-            tl.store(local_at + plane, conserved_out, mask=inside)
-            store_vector(local_sums, here * 2, columns, conserved_key, D)
-            store_vector(local_sums, here * 2 + 1, columns, conserved_query, D)
+            which, local_at = tl.arange(0, 4)[None, :], (local_flows + base + tokens)[:, None]
+            to = tl.where(which < 2, at + which * plane, local_at + (which - 2) * plane)
+            tl.store(to, four(inverse_in, inverse_out, conserved_in, conserved_out), mask=inside[:, None])
         else:
             received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
-            tl.store(at + DECLINED * plane, declined, mask=inside)
-            tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
-            tl.store(at + RECEIVED * plane, received, mask=inside)
+            which = tl.arange(0, 8)[None, :]
+            # in the order of the planes
+            planes = eight(inverse_in, inverse_out, declined, conserved_out, each, received, each, each)
+            tl.store(at + which * plane, planes, mask=inside[:, None] & (which <= RECEIVED) & (which != LOG_OUTGOING))
             if COMPETITION:
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
-                tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
-            store_vector(sums, here * 4 + 2, columns, conserved_key, D)
-            store_vector(sums, here * 4 + 3, columns, conserved_query, D)
+                tl.store(flows + base + tokens + LOG_OUTGOING * plane, log, mask=inside)
+        pair = tl.arange(0, 8)[None, :]
+        to = sums + here * (4 * D) + (pair % 2 * 2 + pair // 2) * D
+        if SPLIT:
+            local = local_sums + here * (2 * D) + pair // 2 * D
+            to = tl.where(pair % 2 == 0, sums + here * (4 * D) + pair // 2 * D, local)
+        tl.store(to + columns[:, None], all_sums, mask=(columns < D)[:, None] & (pair < 4))
         one = tl.where(keep, 1.0, 0.0)
-        weights = halves(one, inverse_out, inverse_in, tl.zeros([C], tl.float32), DOT)
+        weights = halves(one, inverse_out, one, inverse_in, DOT)
         key_sums = tl.dot(tl.trans(k), weights, key_sums, input_precision=PRECISION)
         query_sums = tl.dot(tl.trans(q), weights, query_sums, input_precision=PRECISION)
 
     if segment == segments - 1:
         store_vector(end_sums, row * 4, columns, pick(key_sums, 0) - once, D)
-        store_vector(end_sums, row * 4 + 1, columns, pick(query_sums, 0) - once, D)
-    conserved_key, conserved_query = pick(key_sums, 1), pick(query_sums, 2)
+        store_vector(end_sums, row * 4 + 1, columns, pick(query_sums, 2) - once, D)
+    conserved_key, conserved_query = pick(key_sums, 1), pick(query_sums, 3)
     if SPLIT:
         index = (row * segments + segment) * 2
         store_vector(conserved, index, columns, conserved_key, D)

@@ -190,6 +190,32 @@ def halves(a, b, c, d, DOT: tl.constexpr):
 
 
 @triton.jit
+def totals(x, y):
+    """The first two of the vectors that `halves` put into x (X, 16), or into a product of it, and the next two of y,
+    (X, 8): without leaving the threads that have them, and only one store for all."""
+    pair = tl.arange(0, 8)[None, :]
+    return tl.where(pair < 2, tl.sum(x.reshape(x.shape[0], 8, 2), 2), tl.sum(y.reshape(y.shape[0], 8, 2), 2))
+
+
+@triton.jit
+def folded(x, DOT: tl.constexpr):
+    """`halves` of what `totals` returned."""
+    high = x.to(DOT)
+    return tl.join(high, (x - high.to(tl.float32)).to(DOT)).reshape(x.shape[0], 16)
+
+
+@triton.jit
+def four(a, b, c, d):
+    """Four vectors (X,) side by side (X, 4), to be stored at once."""
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], 4)
+
+
+@triton.jit
+def eight(a, b, c, d, e, f, g, h):
+    return tl.join(four(a, c, e, g), four(b, d, f, h)).reshape(a.shape[0], 8)
+
+
+@triton.jit
 def remainder(x, DOT: tl.constexpr):
     """What DOT does not hold of x."""
     return x - x.to(DOT).to(tl.float32)
