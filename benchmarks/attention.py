@@ -258,10 +258,19 @@ def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int
     """What the kernels of a call take, how many they are, and what it takes the host: forward, forward+backward."""
     runs = [partial(step, contestant.call, *tensors) for step in (forward, forward_backward)]
     return [
-        *(graph_milliseconds(run, repeats) for run in runs),
+        *(captured(contestant.name, run, repeats) for run in runs),
         *(float(launches(run)) for run in runs),
         *(host_microseconds(run, repeats) for run in runs),
     ]
+
+
+def captured(name: str, run: Callable[[], None], repeats: int) -> float:
+    try:
+        return graph_milliseconds(run, repeats)
+    except RuntimeError as error:
+        # a rival may wait for the device, which no graph can
+        print(f"{name} cannot be replayed as a graph: {str(error).splitlines()[0]}", flush=True)
+        return math.nan
 
 
 def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
@@ -369,8 +378,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             measured = measure(kind, field, shape, options)
             print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
             rows += measured
-    if options.csv:
-        write_csv(options.csv, rows, facts)
+            if options.csv:
+                # after every shape, so that a run that is cut short has measured something
+                write_csv(options.csv, rows, facts)
     for name, value in decode(options).items():
         print(f"decode: {name}: {value:.3g}")
     return rows

@@ -154,6 +154,7 @@ def grad_memory_kernel(
 ):  # fmt: skip
     """Σ qᵀ α/(I·D) dR and Σ (q + ε) dÎ/D of each segment, and ⟨dR, R⟩ of each token."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     query += batch * q_batch + head * q_head
     grad += batch * g_batch + head * g_head
@@ -199,6 +200,7 @@ def value_gradient_kernel(
     Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
@@ -279,6 +281,7 @@ def flow_gradient_kernel(
     where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
@@ -377,6 +380,7 @@ def gradient_kernel(
     RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     own_head, other_head = head, head // shared
     if REVERSE:

@@ -94,6 +94,7 @@ def flows_kernel(
     and (B·H, T, chunks, 2, D), and `conserved` what the segment adds to Σk/O and Σq/I.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
@@ -227,6 +228,7 @@ def conserve_kernel(
 ):  # fmt: skip
     """Ô, log Σ exp(Ô) of each segment, and Σk/O and Σq/I before each chunk, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key += batch * k_batch + head // shared * k_head
     flows += (batch * heads + head) * length
@@ -283,6 +285,7 @@ def memory_kernel(
 ):  # fmt: skip
     """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key += batch * k_batch + head // shared * k_head
     value += batch * v_batch + head // shared * v_head
@@ -342,6 +345,7 @@ def output_kernel(
 ):  # fmt: skip
     """R = α/(I·D)·q S; where SPLIT also Î, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head

@@ -24,7 +24,7 @@ COMPETITION_WEIGHT = tl.constexpr(6)  # c
 PLANES = 7
 
 # lengths are never part of what is compiled for
-RUNTIME = ("heads", "shared", "length", "size", "segments")
+RUNTIME = ("heads", "shared", "length", "size", "segments", "plane")
 
 
 @triton.jit

@@ -43,6 +43,8 @@ def sigmoid(x, FAST: tl.constexpr):
 def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
     """φ(scale·x), MAP being the `feature_map` of a FlowVariant; without a scale it is 1."""
     x = x.to(tl.float32)
+    if MAP == "sigmoid" and FAST and scale is not None:
+        return _half_sigmoid(x * (0.5 * scale))
     if scale is not None:
         x *= scale
     if MAP == "sigmoid":
