@@ -35,7 +35,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import dense, device_of, launch, processors
+from .launch import aligned, contiguous, dense, device_of, launch, processors
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
     if nothing:
         return result, kept if keep else kept.new_empty(0)
 
-    query_mask, key_mask = _contiguous(query_mask), _contiguous(key_mask)
+    query_mask, key_mask = contiguous(query_mask), contiguous(key_mask)
     extras = query_mask, key_mask, query_bounds, key_bounds
     plan = _planned((query, key, value, result), extras, longest, keep, options)
     incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
@@ -137,7 +137,7 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     outs = grad_query, grad_key, grad_value = tuple(dense(x) for x in grads)
 
-    query_mask, key_mask = _contiguous(query_mask), _contiguous(key_mask)
+    query_mask, key_mask = contiguous(query_mask), contiguous(key_mask)
     extras = query_mask, key_mask, query_bounds, key_bounds
     plan = _planned((query, key, value, grad, *outs), extras, longest, True, options)
     sizes = _kept_sizes(query, key, value, query_bounds, True)
@@ -320,22 +320,13 @@ def _strides(tensors) -> tuple[int, list[list[int]]]:
 def _kept_sizes(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> list[int]:
     """How many numbers I, α, O, Ô and the records take; without a backward pass, only I and the records are there."""
     batch, heads, length, dim = query.shape
-    sinks, sources = _aligned(batch * heads * length), _aligned(batch * heads * key.shape[2])
+    sinks, sources = aligned(batch * heads * length), aligned(batch * heads * key.shape[2])
     records = (batch if bounds is None else bounds.shape[0] - 1) * heads * _record_size(dim, value.shape[-1])
     return [sinks, sinks, sources, sources, records] if keep else [sinks, 0, 0, 0, records]
 
 
 def _record_size(dim: int, value_dim: int) -> int:
     return dim * (value_dim + 4) + 4
-
-
-def _aligned(count: int) -> int:
-    """Rounded up, so that what follows in memory is as aligned at every length."""
-    return -(-count // 4) * 4
-
-
-def _contiguous(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .features import fast
-from .launch import dense, device_of, launch, processors
+from .launch import aligned, contiguous, dense, device_of, launch, processors
 
 PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
@@ -213,14 +213,14 @@ class Plan:
         vectors = 2 * rows * segments * dim
         # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
         forward = vectors, vectors, rows * segments, memories, 2 * self.plane, sums // 2
-        self.forward_scratch = [_aligned(size) for size in forward]
+        self.forward_scratch = [aligned(size) for size in forward]
         # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
         planes = causal_backward.GRAD_PLANES.value + 2 * tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
         if segments > 1:
             # the gradients of Σk/O and Σq/I, what later ones reach it by, dS, and dS after it
             backward += [vectors * tiles, vectors // 2, memories, memories]
-        self.backward_scratch = [_aligned(size) for size in backward]
+        self.backward_scratch = [aligned(size) for size in backward]
 
     def launch(self, kernel, shape: Shape, args: tuple, options: dict, *, tiles=1, name="") -> None:
         """Runs a kernel on every head, segment and tile; `name` tells its uses apart."""
@@ -266,7 +266,7 @@ def _plan(tensors, longest, scale, variant) -> Plan:
 def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, variant: FlowVariant):
     """The result, the state after it in one tensor, and what the backward pass needs."""
     query, key, value = dense(query), dense(key), dense(value)
-    sums, memory, scalars = _contiguous(sums), _contiguous(memory), _contiguous(scalars)
+    sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
     if not query.numel():
         result, end, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
         before = empty_state(query, value) if sums is None else (sums, memory, scalars)
@@ -325,7 +325,7 @@ def backward(
 ):
     """The gradients of query, key and value, and of the state before the first token."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
-    grad_end, scalars = _contiguous(grad_end), _contiguous(scalars)
+    grad_end, scalars = contiguous(grad_end), contiguous(scalars)
     (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
     shared = heads // max(key.shape[1], 1)
     grad_query = torch.empty_like(query)
@@ -417,7 +417,7 @@ def segment_chunks(longest, segments, chunk):
 
 def state_sizes(rows, dim, value_dim) -> list[int]:
     """How many numbers the three tensors of a state take, each from an aligned one on."""
-    return [_aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
+    return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
 def kept_sizes(query, value, rows, longest, chunk) -> list[int]:
@@ -425,7 +425,7 @@ def kept_sizes(query, value, rows, longest, chunk) -> list[int]:
     (batch, heads, length, dim), segments = query.shape, segment_count(rows, longest)
     chunks = segments * segment_chunks(longest, segments, chunk)
     sizes = causal_parts.PLANES * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
-    return [_aligned(size) for size in (*sizes, rows * segments * dim * value.shape[3])]
+    return [aligned(size) for size in (*sizes, rows * segments * dim * value.shape[3])]
 
 
 def empty_outputs(query, value, bounds, longest, feature_map):
@@ -439,15 +439,6 @@ def empty_outputs(query, value, bounds, longest, feature_map):
 
 def _sequences(query: Tensor, bounds: Tensor | None):
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
-
-
-def _aligned(count):
-    """Rounded up, so that what follows in memory is as aligned at every length."""
-    return (count + 3) // 4 * 4
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _signed_positions(mask: Tensor) -> Tensor:

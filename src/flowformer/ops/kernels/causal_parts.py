@@ -200,8 +200,7 @@ def totals(x, y):
 @triton.jit
 def folded(x, DOT: tl.constexpr):
     """`halves` of what `totals` returned."""
-    high = x.to(DOT)
-    return tl.join(high, (x - high.to(tl.float32)).to(DOT)).reshape(x.shape[0], 16)
+    return tl.join(x.to(DOT), remainder(x, DOT).to(DOT)).reshape(x.shape[0], 16)
 
 
 @triton.jit
@@ -212,6 +211,7 @@ def four(a, b, c, d):
 
 @triton.jit
 def eight(a, b, c, d, e, f, g, h):
+    """Likewise eight, (X, 8)."""
     return tl.join(four(a, c, e, g), four(b, d, f, h)).reshape(a.shape[0], 8)
 
 

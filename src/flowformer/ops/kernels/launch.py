@@ -59,6 +59,15 @@ def dense(x: Tensor) -> Tensor:
     return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def aligned(count):
+    """Rounded up, so that what follows in memory is as aligned at every length; symbolic if the count is."""
+    return (count + 3) // 4 * 4
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """How many programs run at once, if each takes all of a processor; on a CPU, which only interprets, a few."""
