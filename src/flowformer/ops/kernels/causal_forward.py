@@ -246,7 +246,9 @@ def conserve_kernel(
         store_vector(end_sums, row * 4 + 2, columns, conserved_key + own_key, D)
         store_vector(end_sums, row * 4 + 3, columns, conserved_query + own_query, D)
     once = tl.where(columns < D, eps, 0.0)
-    conserved_key, conserved_query = conserved_key + once, conserved_query + once
+    conserved_query += once
+    before = tl.join(conserved_key + once, conserved_query)
+    which, inner = tl.arange(0, 2)[None, :], (columns < D)[:, None]
     log_sum = NOTHING
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base, here = first + chunk * C, index * (size // C) + chunk
@@ -259,10 +261,8 @@ def conserve_kernel(
         if COMPETITION:
             log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
             tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
-        local_key = load_vector(local_sums, here * 2, columns, D)
-        local_query = load_vector(local_sums, here * 2 + 1, columns, D)
-        store_vector(sums, here * 4 + 2, columns, conserved_key + local_key, D)
-        store_vector(sums, here * 4 + 3, columns, conserved_query + local_query, D)
+        local = tl.load(local_sums + (here * 2 + which) * D + columns[:, None], mask=inner, other=0.0)
+        tl.store(sums + (here * 4 + 2 + which) * D + columns[:, None], before + local, mask=inner)
     tl.store(totals + index, log_sum)
 
 
