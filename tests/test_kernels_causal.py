@@ -400,16 +400,27 @@ def test_refusals_are_reasons():
     assert len(reasons) == 2
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_without_gradients_less_is_kept_and_the_result_is_the_same(count, monkeypatch):
+    segments(monkeypatch, count, 2)
+    inputs = inputs_of(batch=1, heads=2, sinks=50)
+    for variant in (DEFAULT, FlowVariant(competition="none"), FlowVariant(allocation="none")):
+        _, start = kernels.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, variant)
+        result, end = kernels.recurrent(*(x.requires_grad_() for x in inputs), None, start, 1.0, variant)
+        with torch.no_grad():
+            other, other_end = kernels.recurrent(*inputs, None, start, 1.0, variant)
+        assert torch.equal(result, other)
+        assert all(torch.equal(one, two) for one, two in zip(end, other_end, strict=True))
+
+
 def test_the_operators_pass_opcheck():
     query, key, value = inputs_of(batch=1, heads=1, sinks=5)
     options = (1.0, *DEFAULT.as_args())
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.flowformer.triton_causal.default,
-        (query, key, value, None, None, 5, None, None, None, *options),
-        test_utils=tests,
-    )
-    result, end, kept = torch.ops.flowformer.triton_causal(query, key, value, None, None, 5, None, None, None, *options)
+    for keep in (False, True):
+        inputs = query, key, value, None, None, 5, keep, None, None, None, *options
+        torch.library.opcheck(torch.ops.flowformer.triton_causal.default, inputs, test_utils=tests)
+    result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
     torch.library.opcheck(
         torch.ops.flowformer.triton_causal_backward.default,
         (result, end, query, key, value, None, None, 5, None, result, kept, *options),

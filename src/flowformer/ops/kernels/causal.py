@@ -136,14 +136,14 @@ def _call(query, key, value, mask, state, scale, variant):
 def _apply(*inputs):
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return _Causal.apply(*inputs)
-    return torch.ops.flowformer.triton_causal(*inputs)
+    return torch.ops.flowformer.triton_causal(*inputs[:6], False, *inputs[6:])
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, mask, bounds, longest, sums, memory, scalars, *options):
         result, end, kept = torch.ops.flowformer.triton_causal(
-            query, key, value, mask, bounds, longest, sums, memory, scalars, *options
+            query, key, value, mask, bounds, longest, True, sums, memory, scalars, *options
         )
         ctx.save_for_backward(query, key, value, mask, bounds, scalars, result, kept)
         ctx.mark_non_differentiable(kept)
@@ -175,7 +175,7 @@ def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tens
 class Plan:
     """What calls with inputs of the same shapes have in common, and the kernels compiled for them."""
 
-    def __init__(self, query, key, value, bounds, longest, scale, variant: FlowVariant):
+    def __init__(self, query, key, value, bounds, longest, keep, scale, variant: FlowVariant):
         batch, heads, length, dim = query.shape
         self.rows = heads * (batch if bounds is None else bounds.numel() - 1)
         self.segments = segment_count(self.rows, longest)
@@ -208,7 +208,7 @@ class Plan:
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value.shape[-1]
         self.state = state_sizes(rows, dim, value.shape[-1])
-        self.kept = kept_sizes(query, value, rows, longest, self.config.chunk)
+        self.kept = kept_sizes(query, value, rows, longest, self.config.chunk, keep)
         sums, memories = self.kept[1], self.kept[3]
         vectors = 2 * rows * segments * dim
         # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
@@ -250,30 +250,30 @@ class Plan:
 _plans: dict[tuple, Plan] = {}
 
 
-def _plan(tensors, longest, scale, variant) -> Plan:
+def _plan(tensors, longest, keep, scale, variant) -> Plan:
     """The plan of a call, by everything a kernel could have been compiled for."""
     query, key, value, _, bounds = tensors[:5]
     seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
-    place = query.device, longest, scale, variant, PROGRAMS, ENOUGH, SHORTEST
+    place = query.device, longest, keep, scale, variant, PROGRAMS, ENOUGH, SHORTEST
     plan = _plans.get((seen, place))
     if plan is None:
         if len(_plans) >= 512:
             _plans.clear()
-        plan = _plans[seen, place] = Plan(query, key, value, bounds, longest, scale, variant)
+        plan = _plans[seen, place] = Plan(query, key, value, bounds, longest, keep, scale, variant)
     return plan
 
 
-def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, variant: FlowVariant):
-    """The result, the state after it in one tensor, and what the backward pass needs."""
+def forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalars, scale, variant: FlowVariant):
+    """The result, the state after it in one tensor, and what the backward pass needs, if it is to `keep` that."""
     query, key, value = dense(query), dense(key), dense(value)
     sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
     if not query.numel():
-        result, end, kept = empty_outputs(query, value, bounds, longest, variant.feature_map)
+        result, end, kept = empty_outputs(query, value, bounds, longest, keep, variant.feature_map)
         before = empty_state(query, value) if sums is None else (sums, memory, scalars)
         for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
             part.copy_(old)
         return result, end, kept
-    plan = _plan((query, key, value, mask, bounds, sums, memory, scalars), longest, scale, variant)
+    plan = _plan((query, key, value, mask, bounds, sums, memory, scalars), longest, keep, scale, variant)
     result = torch_backend.empty_result(query, value.shape[3])
     if bounds is not None:
         result.zero_()
@@ -288,6 +288,7 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
     features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}
     products = {**features, **plan.values, **plan.competition}
     partial = conserved = local_flows = local_sums = None
+    kinds = {"SPLIT": split, "KEEP": keep}
     with device_of(query):
         if split:
             partial, conserved, totals, increments, local_flows, local_sums = plan.empty(plan.forward_scratch)
@@ -297,13 +298,14 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
             end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
         )  # fmt: skip
-        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, "SPLIT": split})
+        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, **kinds})
         if split:
             args = (
                 *inputs[1:], sums, scalars, conserved, flows, plane, chunk_sums, local_flows, local_sums, totals,
                 end_sums, *key.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
             )  # fmt: skip
-            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, {**features, **plan.competition})
+            options = {**features, **plan.competition, "KEEP": keep}
+            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, options)
             args = (
                 key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
                 *key.stride()[:3], *value.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
@@ -311,11 +313,11 @@ def forward(query, key, value, mask, bounds, longest, sums, memory, scalars, sca
             plan.launch(causal_forward.memory_kernel, shapes.memory, args, products, tiles=plan.value_tiles)
             plan.scan(increments, memory, memories, end_memory, reverse=False)
         args = (
-            query, key, value, result, positions, bounds, scalars, memory, flows, plane, chunk_sums, local_flows, logs,
-            memories, end_memory, *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
+            query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, plane, local_flows,
+            logs, memories, end_memory, *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
             plan.clamp,
         )  # fmt: skip
-        options = {**products, **plan.roles, "SPLIT": split}
+        options = {**products, **plan.roles, **kinds}
         plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, end, kept
 
@@ -341,7 +343,7 @@ def backward(
         start = query.new_zeros(sum(sizes), dtype=torch.float32) if grad_end is None else grad_end.clone()
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
     tensors = query, key, value, mask, bounds, grad, grad_end, scalars, result, kept
-    plan = _plan(tensors, longest, scale, variant)
+    plan = _plan(tensors, longest, True, scale, variant)
     start = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
     start_sums, start_memory, start_scalars = start.split_with_sizes(plan.state)
     grad_sums = grad_memory = grad_scalars = None
@@ -420,18 +422,19 @@ def state_sizes(rows, dim, value_dim) -> list[int]:
     return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
-def kept_sizes(query, value, rows, longest, chunk) -> list[int]:
-    """How many numbers the flows, sums, logs and memories of `causal_forward` take."""
+def kept_sizes(query, value, rows, longest, chunk, keep: bool) -> list[int]:
+    """How many numbers the flows, sums, logs and memories of `causal_forward` take, the sums only if kept."""
     (batch, heads, length, dim), segments = query.shape, segment_count(rows, longest)
-    chunks = segments * segment_chunks(longest, segments, chunk)
-    sizes = causal_parts.PLANES * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
+    planes = causal_parts.PLANES if keep else causal_parts.FORWARD_PLANES
+    chunks = segments * segment_chunks(longest, segments, chunk) if keep else 0
+    sizes = planes.value * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
     return [aligned(size) for size in (*sizes, rows * segments * dim * value.shape[3])]
 
 
-def empty_outputs(query, value, bounds, longest, feature_map):
+def empty_outputs(query, value, bounds, longest, keep, feature_map):
     """The result, the end state, and what is kept, uninitialised."""
     rows = query.shape[1] * _sequences(query, bounds)
-    kept = kept_sizes(query, value, rows, longest, config(query, value, feature_map).chunk)
+    kept = kept_sizes(query, value, rows, longest, config(query, value, feature_map).chunk, keep)
     sizes = sum(state_sizes(rows, query.shape[3], value.shape[3])), sum(kept)
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
     return torch_backend.empty_result(query, value.shape[3]), end, kept
@@ -454,16 +457,16 @@ def _block(dim: int) -> int:
 _variant = functools.lru_cache(FlowVariant)  # it checks what it is given, in every call
 
 
-def _forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
-    return forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, _variant(*variant))
+def _forward(*args):
+    return forward(*[*args[:11], _variant(*args[11:])])
 
 
 def _backward(*args):
     return backward(*[*args[:12], _variant(*args[12:])])
 
 
-def _fake_forward(query, key, value, mask, bounds, longest, sums, memory, scalars, scale, *variant):
-    return empty_outputs(query, value, bounds, longest, FlowVariant(*variant).feature_map)
+def _fake_forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalars, scale, *variant):
+    return empty_outputs(query, value, bounds, longest, keep, FlowVariant(*variant).feature_map)
 
 
 def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
@@ -473,7 +476,7 @@ def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, SymInt longest"
 library.register(
-    f"triton_causal({_INPUTS}, Tensor? sums, Tensor? memory, Tensor? scalars, {library.VARIANT})"
+    f"triton_causal({_INPUTS}, bool keep, Tensor? sums, Tensor? memory, Tensor? scalars, {library.VARIANT})"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,

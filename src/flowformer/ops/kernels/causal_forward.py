@@ -19,7 +19,9 @@ from .causal_parts import (
     COMPETITION_WEIGHT,
     CONSERVED_OUTGOING,
     DECLINED,
+    FORWARD_PLANES,
     INVERSE_INCOMING,
+    INVERSE_OUTGOING,
     LOG_OUTGOING,
     NOTHING,
     RECEIVED,
@@ -86,9 +88,9 @@ def flows_kernel(
     heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All flows of each token, and the sums before each chunk, with ε.
+    """All flows of each token, and the sums before each chunk, with ε, where a backward pass is to KEEP them.
 
     Where SPLIT, Î, Ô, Σk/O and Σq/I know of their segment only: `local_flows` and `local_sums` get them, (2, B, H, N)
     and (B·H, T, chunks, 2, D), and `conserved` what the segment adds to Σk/O and Σq/I.
@@ -149,23 +151,27 @@ def flows_kernel(
         at = (flows + base + tokens)[:, None]
         if SPLIT:
             which, local_at = tl.arange(0, 4)[None, :], (local_flows + base + tokens)[:, None]
-            to = tl.where(which < 2, at + which * plane, local_at + (which - 2) * plane)
-            tl.store(to, four(inverse_in, inverse_out, conserved_in, conserved_out), mask=inside[:, None])
+            planes = four(inverse_in, inverse_out, conserved_in, conserved_out)
+            to = tl.where(which == 0, at + INVERSE_INCOMING * plane, at + INVERSE_OUTGOING * plane)
+            to = tl.where(which < 2, to, local_at + (which - 2) * plane)
+            tl.store(to, planes, mask=inside[:, None] & (KEEP | (which != 1)))
         else:
             received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
             which = tl.arange(0, 8)[None, :]
             # in the order of the planes
-            planes = eight(inverse_in, inverse_out, declined, conserved_out, each, received, each, each)
-            tl.store(at + which * plane, planes, mask=inside[:, None] & (which <= RECEIVED) & (which != LOG_OUTGOING))
+            planes = eight(inverse_in, conserved_out, each, received, inverse_out, declined, each, each)
+            written = (which != LOG_OUTGOING) & (which < (COMPETITION_WEIGHT if KEEP else FORWARD_PLANES))
+            tl.store(at + which * plane, planes, mask=inside[:, None] & written)
             if COMPETITION:
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
                 tl.store(flows + base + tokens + LOG_OUTGOING * plane, log, mask=inside)
-        pair = tl.arange(0, 8)[None, :]
-        to = sums + here * (4 * D) + (pair % 2 * 2 + pair // 2) * D
-        if SPLIT:
-            local = local_sums + here * (2 * D) + pair // 2 * D
-            to = tl.where(pair % 2 == 0, sums + here * (4 * D) + pair // 2 * D, local)
-        tl.store(to + columns[:, None], all_sums, mask=(columns < D)[:, None] & (pair < 4))
+        if KEEP:
+            pair = tl.arange(0, 8)[None, :]
+            to = sums + here * (4 * D) + (pair % 2 * 2 + pair // 2) * D
+            if SPLIT:
+                local = local_sums + here * (2 * D) + pair // 2 * D
+                to = tl.where(pair % 2 == 0, sums + here * (4 * D) + pair // 2 * D, local)
+            tl.store(to + columns[:, None], all_sums, mask=(columns < D)[:, None] & (pair < 4))
         one = tl.where(keep, 1.0, 0.0)
         weights = halves(one, inverse_out, one, inverse_in, DOT)
         key_sums = tl.dot(tl.trans(k), weights, key_sums, input_precision=PRECISION)
@@ -224,7 +230,7 @@ def conserve_kernel(
     k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Ô, log Σ exp(Ô) of each segment, and Σk/O and Σq/I before each chunk, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
@@ -261,8 +267,9 @@ def conserve_kernel(
         if COMPETITION:
             log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
             tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
-        local = tl.load(local_sums + (here * 2 + which) * D + columns[:, None], mask=inner, other=0.0)
-        tl.store(sums + (here * 4 + 2 + which) * D + columns[:, None], before + local, mask=inner)
+        if KEEP:
+            local = tl.load(local_sums + (here * 2 + which) * D + columns[:, None], mask=inner, other=0.0)
+            tl.store(sums + (here * 4 + 2 + which) * D + columns[:, None], before + local, mask=inner)
     tl.store(totals + index, log_sum)
 
 
@@ -335,13 +342,13 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=RUNTIME)
 def output_kernel(
-    query, key, value, out, positions, bounds, state_scalars, state_memory, flows, plane, sums, local_flows, logs,
-    memories, end_memory,
+    query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows, plane,
+    local_flows, logs, memories, end_memory,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """R = α/(I·D)·q S; where SPLIT also Î, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
@@ -358,14 +365,15 @@ def output_kernel(
     if SPLIT:
         memory = load_memory(memories, tile, D, BLOCK_D, E, BLOCK_E)
         local_flows += (batch * heads + head) * length
-        # before its first chunk
-        index = (row * segments + segment) * (size // C)
-        conserved_key = load_vector(sums, index * 4 + 2, tl.arange(0, BLOCK_D), D)
+        columns = tl.arange(0, BLOCK_D)
+        conserved_key = load_vector(state_sums, row * 4 + 2, columns, D) + tl.where(columns < D, eps, 0.0)
+        conserved_key += sum_segments(conserved, 0, segment, segments, columns, 0, D)
     else:
         memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
         if state_memory is not None:
             memory += load_memory(state_memory + row * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
-        store_memory(memories, tile, memory, D, BLOCK_D, E, BLOCK_E)
+        if KEEP:
+            store_memory(memories, tile, memory, D, BLOCK_D, E, BLOCK_E)
 
     lower = triangle(C, False)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
@@ -381,13 +389,13 @@ def output_kernel(
             each = 1.0 / position
             conserved_in += carried_flow(q, conserved_key, eps, DOT, PRECISION) * each
             received, declined = receive(inverse_in, conserved_in, keep, each, FAST, ALLOCATION)
-            if tile == 0:
+            if KEEP and tile == 0:
                 tl.store(at + DECLINED * plane, declined, mask=inside)
                 tl.store(at + RECEIVED * plane, received, mask=inside)
         else:
             received = tl.load(at + RECEIVED * plane, mask=keep, other=0.0)
         competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
-        if tile == 0:
+        if KEEP and tile == 0:
             tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)
         competing = (v * competition[:, None]).to(DOT)
         met = within(tl.dot(q, tl.trans(k), input_precision=PRECISION), lower, FAST, DOT)

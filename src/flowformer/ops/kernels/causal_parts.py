@@ -15,13 +15,14 @@ NOTHING = tl.constexpr(-1e38)
 
 # the planes of `flows`
 INVERSE_INCOMING = tl.constexpr(0)
-INVERSE_OUTGOING = tl.constexpr(1)
-DECLINED = tl.constexpr(2)  # (1 − α)/D, what dÎ/D is of ⟨dR, R⟩
-CONSERVED_OUTGOING = tl.constexpr(3)
-LOG_OUTGOING = tl.constexpr(4)  # log Σ exp(Ô) from the start of the segment on
-RECEIVED = tl.constexpr(5)  # α/(I·D)
+CONSERVED_OUTGOING = tl.constexpr(1)
+LOG_OUTGOING = tl.constexpr(2)  # log Σ exp(Ô) from the start of the segment on
+RECEIVED = tl.constexpr(3)  # α/(I·D)
+FORWARD_PLANES = tl.constexpr(4)  # the others are for the backward pass
+INVERSE_OUTGOING = tl.constexpr(4)
+DECLINED = tl.constexpr(5)  # (1 − α)/D, what dÎ/D is of ⟨dR, R⟩
 COMPETITION_WEIGHT = tl.constexpr(6)  # c
-PLANES = 7
+PLANES = tl.constexpr(7)
 
 # lengths are never part of what is compiled for
 RUNTIME = ("heads", "shared", "length", "size", "segments", "plane")
