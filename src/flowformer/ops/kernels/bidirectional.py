@@ -198,15 +198,14 @@ class Plan:
     launched: dict = field(default_factory=dict)
 
     def launch(self, name: str, *tensors: Tensor | None) -> None:
-        args, again = (*tensors, *self.numbers[name]), self.launched.get(name)
+        again = self.launched.get(name)
         if again is not None:
-            again(*args)
+            again(*tensors)
             return
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
         settings = {"num_warps": self.launches[name].warps} if name in self.launches else {}
-        self.launched[name] = launch(
-            getattr(module, name), self.grids[name], args, self.constants[name], self.device, **settings
-        )
+        kernel, numbers, constants = getattr(module, name), self.numbers[name], self.constants[name]
+        self.launched[name] = launch(kernel, self.grids[name], tensors, numbers, constants, self.device, **settings)
 
 
 def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:

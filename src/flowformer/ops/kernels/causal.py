@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -192,14 +193,15 @@ class Plan:
         half = query.dtype == torch.bfloat16 and query.is_cuda and dim >= 16
         self.features = {
             "D": dim,
+            "BLOCK_D": self.block_d,
             "MAP": variant.feature_map,
             # float16 is finer than the fast sigmoid, and its range too small for the sums: it computes as float32 does
             "FAST": half and fast(query),
             "DOT": tl.bfloat16 if half else tl.float32,
+            # three products of the tensor cores keep what one would lose of a float32
+            "PRECISION": "tf32x3" if query.is_cuda else "ieee",
         }
         self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
-        # three products of the tensor cores keep what one would lose of a float32
-        self.precision = {"PRECISION": "tf32x3" if query.is_cuda else "ieee"}
         self.competition = {"COMPETITION": variant.competition != "none"}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.device = query.device
@@ -222,25 +224,43 @@ class Plan:
             backward += [vectors * tiles, vectors // 2, memories, memories]
         self.backward_scratch = [aligned(size) for size in backward]
 
-    def launch(self, kernel, shape: Shape, args: tuple, options: dict, *, tiles=1, name="") -> None:
-        """Runs a kernel on every head, segment and tile; `name` tells its uses apart."""
+    def launch(self, kernel, shape: Shape, tensors: tuple, rest: Callable, *, tiles=1, name="") -> None:
+        """Runs a kernel on every head, segment and tile; `name` tells its uses apart.
+
+        The first time, `rest` is asked for its numbers and its constants: they are the same in all calls of a plan.
+        """
         again = self.launched.get((kernel, name))
         if again is not None:
-            again(*args)
+            again(*tensors)
             return
-        grid, options = (self.rows, self.segments, tiles), {**options, "C": self.config.chunk, "STAGES": shape.stages}
-        self.launched[kernel, name] = launch(kernel, grid, args, options, self.device, num_warps=shape.warps)
+        numbers, constants = rest()
+        constants = {**constants, "C": self.config.chunk, "STAGES": shape.stages}
+        grid, settings = (self.rows, self.segments, tiles), {"num_warps": shape.warps}
+        self.launched[kernel, name] = launch(kernel, grid, tensors, numbers, constants, self.device, **settings)
 
     def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
         """Adds up the memories of the segments before each, after each in reverse."""
-        kernel, args = causal_forward.scan_kernel, (partial, begin, before, end, self.segments)
+        kernel, tensors = causal_forward.scan_kernel, (partial, begin, before, end)
         again = self.launched.get((kernel, ""))
         if again is not None:
-            again(*args)
+            again(*tensors)
             return
-        options = {"WIDTH": self.width, "BLOCK": min(256, triton.next_power_of_2(self.width)), "REVERSE": reverse}
-        grid = self.rows, triton.cdiv(self.width, options["BLOCK"]), 1
-        self.launched[kernel, ""] = launch(kernel, grid, args, options, self.device)
+        constants = {"WIDTH": self.width, "BLOCK": min(256, triton.next_power_of_2(self.width)), "REVERSE": reverse}
+        grid = self.rows, triton.cdiv(self.width, constants["BLOCK"]), 1
+        self.launched[kernel, ""] = launch(kernel, grid, tensors, (self.segments,), constants, self.device)
+
+    def gradient(self, value_dim: int, reverse: int, eps: float) -> dict:
+        """The constants of the gradient of queries, or in reverse of keys."""
+        dot, whole = self.features["DOT"], self.feature_tiles == 1
+        constants = {"BLOCK_D": self.tile_d, "E": value_dim, "BLOCK_E": self.block_e, "WHOLE": whole}
+        constants |= {"RAISED": dot != tl.bfloat16 or eps > SMALL, "REVERSE": reverse}
+        if dot == tl.float32 and max(self.block_d, self.block_e) > 128:
+            # three times the factors of so wide products would not fit the registers
+            constants["PRECISION"] = "ieee"
+        if dot == tl.bfloat16 and not (whole or reverse):
+            # dQ is a small difference of large terms, which only a program with all features can balance
+            constants |= {"DOT": tl.float32, "PRECISION": "tf32"}
+        return constants
 
     def empty(self, sizes: list[int]) -> tuple[Tensor, ...]:
         """Uninitialised numbers, in pieces of one tensor: to ask for several takes longer than a kernel runs."""
@@ -281,44 +301,66 @@ def forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalar
     end = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
     flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
     end_sums, end_memory, end_scalars = end.split_with_sizes(plan.state)
-    plane, shapes, split = plan.plane, plan.config, plan.segments > 1
+    shapes, split = plan.config, plan.segments > 1
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds
-    strides = *query.stride()[:3], *key.stride()[:3]
-    features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d}
-    products = {**features, **plan.values, **plan.competition}
+    features, kinds = plan.features, {"SPLIT": split, "KEEP": keep}
     partial = conserved = local_flows = local_sums = None
-    kinds = {"SPLIT": split, "KEEP": keep}
     with device_of(query):
         if split:
             partial, conserved, totals, increments, local_flows, local_sums = plan.empty(plan.forward_scratch)
-            args = *inputs, partial, *strides, *plan.tokens, variant.eps
-            plan.launch(causal_forward.sums_kernel, shapes.sums, args, features)
-        args = (
-            *inputs, sums, scalars, partial, conserved, flows, plane, chunk_sums, local_flows, local_sums, logs,
-            end_sums, end_scalars, *strides, *plan.tokens, variant.eps, variant.flow_eps, plan.clamp,
+            plan.launch(
+                causal_forward.sums_kernel,
+                shapes.sums,
+                (*inputs, partial),
+                lambda: ((*_strides(query, key), *plan.tokens, variant.eps), features),
+            )
+        plan.launch(
+            causal_forward.flows_kernel,
+            shapes.flows,
+            (
+                *inputs, sums, scalars, partial, conserved, flows, chunk_sums, local_flows, local_sums, logs, end_sums,
+                end_scalars,
+            ),
+            lambda: (
+                (plan.plane, *_strides(query, key), *plan.tokens, variant.eps, variant.flow_eps, plan.clamp),
+                {**features, **plan.roles, **kinds},
+            ),
         )  # fmt: skip
-        plan.launch(causal_forward.flows_kernel, shapes.flows, args, {**features, **plan.roles, **kinds})
         if split:
-            args = (
-                *inputs[1:], sums, scalars, conserved, flows, plane, chunk_sums, local_flows, local_sums, totals,
-                end_sums, *key.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
-            )  # fmt: skip
-            options = {**features, **plan.competition, "KEEP": keep}
-            plan.launch(causal_forward.conserve_kernel, shapes.sums, args, options)
-            args = (
-                key, value, positions, bounds, scalars, flows, plane, totals, logs, end_scalars, increments,
-                *key.stride()[:3], *value.stride()[:3], *plan.tokens, variant.eps, plan.clamp,
-            )  # fmt: skip
-            plan.launch(causal_forward.memory_kernel, shapes.memory, args, products, tiles=plan.value_tiles)
+            plan.launch(
+                causal_forward.conserve_kernel,
+                shapes.sums,
+                (*inputs[1:], sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums, totals, end_sums),
+                lambda: (
+                    (plan.plane, *_strides(key), *plan.tokens, variant.eps, plan.clamp),
+                    {**features, **plan.competition, "KEEP": keep},
+                ),
+            )
+            plan.launch(
+                causal_forward.memory_kernel,
+                shapes.memory,
+                (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
+                lambda: (
+                    (plan.plane, *_strides(key, value), *plan.tokens, variant.eps, plan.clamp),
+                    {**features, **plan.values, **plan.competition},
+                ),
+                tiles=plan.value_tiles,
+            )
             plan.scan(increments, memory, memories, end_memory, reverse=False)
-        args = (
-            query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, plane, local_flows,
-            logs, memories, end_memory, *strides, *value.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
-            plan.clamp,
+        plan.launch(
+            causal_forward.output_kernel,
+            shapes.output,
+            (
+                query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
+                logs, memories, end_memory,
+            ),
+            lambda: (
+                (plan.plane, *_strides(query, key, value, result), *plan.tokens, variant.eps, plan.clamp),
+                {**features, **plan.values, **plan.roles, **kinds},
+            ),
+            tiles=plan.value_tiles,
         )  # fmt: skip
-        options = {**products, **plan.roles, **kinds}
-        plan.launch(causal_forward.output_kernel, shapes.output, args, options, tiles=plan.value_tiles)
     return result, end, kept
 
 
@@ -351,55 +393,64 @@ def backward(
         grad_sums, grad_memory, grad_scalars = grad_end.split_with_sizes(plan.state)
     flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
     grads, after, partial, carried, *apart = plan.empty(plan.backward_scratch)
-    rows, split, plane, tiles, shapes = plan.rows, plan.segments > 1, plan.plane, plan.value_tiles, plan.config
+    split, tiles, shapes, counted = plan.segments > 1, plan.value_tiles, plan.config, {"TILES": plan.value_tiles}
     positions = None if mask is None else _signed_positions(mask)
     inputs = query, key, positions, bounds, scalars
-    strides = *query.stride()[:3], *key.stride()[:3]
-    features = {**plan.features, **plan.precision, "BLOCK_D": plan.block_d, "TILES": tiles}
-    roles = {**features, **plan.competition, "SPLIT": split}
+    features, kinds = plan.features | counted, {**plan.competition, "SPLIT": split}
     grad_memories, conserved, reaching = grad_memory, None, None
     with device_of(query):
         if split:
             conserved, reaching, increments, grad_memories = apart
-            args = (
-                query, grad, result, positions, bounds, flows, grads, plane, increments, conserved,
-                *query.stride()[:3], *grad.stride()[:3], *result.stride()[:3], *plan.tokens, variant.eps,
-            )  # fmt: skip
-            options = {**features, **plan.values}
-            plan.launch(causal_backward.grad_memory_kernel, shapes.sums, args, options, tiles=tiles)
+            plan.launch(
+                causal_backward.grad_memory_kernel,
+                shapes.sums,
+                (query, grad, result, positions, bounds, flows, grads, increments, conserved),
+                lambda: (
+                    (plan.plane, *_strides(query, grad, result), *plan.tokens, variant.eps),
+                    features | plan.values,
+                ),
+                tiles=tiles,
+            )
             plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
         tokens = query, key, value, grad, result, grad_value
-        args = (
-            *tokens, *inputs[2:], flows, grads, plane, logs, grad_memories, start_memory, carried, conserved, reaching,
-            *(stride for x in tokens for stride in x.stride()[:3]), *plan.tokens, variant.eps, plan.clamp,
+        crowded = not split and plan.rows > processors(query.device)
+        plan.launch(
+            causal_backward.value_gradient_kernel,
+            shapes.whole_value_gradient if crowded else shapes.value_gradient,
+            (
+                *tokens, *inputs[2:], flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching,
+            ),
+            lambda: (
+                (plan.plane, *_strides(*tokens), *plan.tokens, variant.eps, plan.clamp),
+                features | plan.values | kinds,
+            ),
+            tiles=tiles,
         )  # fmt: skip
-        crowded = not split and rows > processors(query.device)
-        shape = shapes.whole_value_gradient if crowded else shapes.value_gradient
-        plan.launch(causal_backward.value_gradient_kernel, shape, args, {**roles, **plan.values}, tiles=tiles)
-        args = (
-            *inputs, grad_sums, grad_scalars, flows, grads, plane, logs, carried, conserved, reaching, partial, after,
-            start_sums, start_scalars, *strides, *plan.tokens, variant.eps, plan.clamp,
+        plan.launch(
+            causal_backward.flow_gradient_kernel,
+            shapes.flow_gradient,
+            (
+                *inputs, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial, after,
+                start_sums, start_scalars,
+            ),
+            lambda: (
+                (plan.plane, *_strides(query, key), *plan.tokens, variant.eps, plan.clamp),
+                features | kinds,
+            ),
         )  # fmt: skip
-        plan.launch(causal_backward.flow_gradient_kernel, shapes.flow_gradient, args, roles)
-        whole = plan.feature_tiles == 1
-        raised = plan.features["DOT"] != tl.bfloat16 or variant.eps > SMALL
-        products = {**features, "BLOCK_D": plan.tile_d, "E": value_dim, "BLOCK_E": plan.block_e}
-        products |= {"WHOLE": whole, "RAISED": raised}
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, (*sources, states) in enumerate(sides):
-            args = (
-                *sources, *inputs[2:], grad_sums, flows, grads, plane, chunk_sums, states, partial, after,
-                start_sums, *(stride for x in sources for stride in x.stride()[:3]), *plan.tokens, variant.eps,
-            )  # fmt: skip
-            options = {**products, "REVERSE": reverse}
-            if max(dim, value_dim) > 128 and plan.features["DOT"] == tl.float32:
-                # three times the factors of so wide products would not fit the registers
-                options["PRECISION"] = "ieee"
-            if plan.features["DOT"] == tl.bfloat16 and not (whole or reverse):
-                # dQ is a small difference of large terms, which only a program with all features can balance
-                options |= {"DOT": tl.float32, "PRECISION": "tf32"}
-            kernel, name = causal_backward.gradient_kernel, "key" if reverse else "query"
-            plan.launch(kernel, shapes.gradient, args, options, tiles=plan.feature_tiles, name=name)
+            plan.launch(
+                causal_backward.gradient_kernel,
+                shapes.gradient,
+                (*sources, *inputs[2:], grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
+                lambda sources=sources, reverse=reverse: (
+                    (plan.plane, *_strides(*sources), *plan.tokens, variant.eps),
+                    features | plan.gradient(value_dim, reverse, variant.eps),
+                ),
+                tiles=plan.feature_tiles,
+                name="key" if reverse else "query",
+            )
     if shared > 1:
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, start
@@ -442,6 +493,10 @@ def empty_outputs(query, value, bounds, longest, keep, feature_map):
 
 def _sequences(query: Tensor, bounds: Tensor | None):
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _signed_positions(mask: Tensor) -> Tensor:

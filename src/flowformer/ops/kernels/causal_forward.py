@@ -82,9 +82,9 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def flows_kernel(
-    query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, plane, sums, local_flows,
-    local_sums, logs, end_sums, end_scalars,
-    q_batch, q_head, q_token, k_batch, k_head, k_token,
+    query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, sums, local_flows, local_sums,
+    logs, end_sums, end_scalars,
+    plane, q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
@@ -225,9 +225,9 @@ def finish(
 
 @triton.jit(do_not_specialize=RUNTIME)
 def conserve_kernel(
-    key, positions, bounds, state_sums, state_scalars, conserved, flows, plane, sums, local_flows, local_sums, totals,
+    key, positions, bounds, state_sums, state_scalars, conserved, flows, sums, local_flows, local_sums, totals,
     end_sums,
-    k_batch, k_head, k_token,
+    plane, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
@@ -283,8 +283,8 @@ def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit(do_not_specialize=RUNTIME)
 def memory_kernel(
-    key, value, positions, bounds, state_scalars, flows, plane, totals, logs, end_scalars, partial,
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    key, value, positions, bounds, state_scalars, flows, totals, logs, end_scalars, partial,
+    plane, k_batch, k_head, k_token, v_batch, v_head, v_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -342,9 +342,9 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=RUNTIME)
 def output_kernel(
-    query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows, plane,
+    query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows,
     local_flows, logs, memories, end_memory,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
+    plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,

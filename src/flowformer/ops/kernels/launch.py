@@ -15,35 +15,34 @@ from torch import Tensor
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
-    args: Sequence[Any],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[Any],
     constants: Mapping[str, Any],
     device: torch.device,
     **settings: Any,
 ) -> Callable[..., None] | None:
-    """Runs a kernel; what it returns runs it again with other arguments of the same kinds.
+    """Runs a kernel; what it returns runs it again with other tensors of the same kinds.
 
     Args:
-        args: of the kernel, up to its constants.
+        tensors: the first arguments of the kernel.
+        numbers: those between the tensors and the constants.
         constants: by name, all that follow.
         settings: of Triton, such as num_warps.
 
     Returns: None in the interpreter, which has nothing to remember.
     """
-    compiled = kernel[grid](*args, **constants, **settings)
+    compiled = kernel[grid](*tensors, *numbers, **constants, **settings)
     if compiled is None:
         return None
-    run, rest = compiled.run, tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
+    run = compiled.run
+    rest = *numbers, *(constants[name] for name in kernel.arg_names[len(tensors) + len(numbers) :])
     # without the hooks of profilers
     head = compiled.function, compiled.packed_metadata, None, None, None
 
-    def again(*args: Any) -> None:
+    def again(*tensors: Tensor | None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        numbers = list(args)
-        for i in tensors:
-            # Triton would ask the driver about each tensor
-            numbers[i] = numbers[i].data_ptr()
-        run(*grid, stream, *head, *numbers, *rest)
+        # Triton would ask the driver about each tensor
+        run(*grid, stream, *head, *[None if x is None else x.data_ptr() for x in tensors], *rest)
 
     return again
 
