@@ -400,6 +400,23 @@ def test_refusals_are_reasons():
     assert len(reasons) == 2
 
 
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_one_token_at_a_time_leaves_the_states_before_it(variant):
+    if kernels.refusals(*inputs_of(batch=1, heads=1, sinks=2), variant):
+        pytest.skip("not of the kernels")
+    inputs = inputs_of(batch=2, heads=4, key_heads=2, sinks=7, dim=5, value_dim=3)
+    whole, end = kernels.recurrent(*inputs, None, None, 1.0, variant)
+    state, results = None, []
+    for t in range(7):
+        before = None if state is None else [x.clone() for x in state]
+        result, after = kernels.recurrent(*(x[:, :, t : t + 1] for x in inputs), None, state, 1.0, variant)
+        assert state is None or all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
+        results, state = [*results, result], after
+    torch.testing.assert_close(torch.cat(results, 2), whole, rtol=1e-5, atol=1e-6)
+    for part, other in zip(state, end, strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_gradients_less_is_kept_and_the_result_is_the_same(count, monkeypatch):
     segments(monkeypatch, count, 2)

@@ -21,6 +21,7 @@ from ..state import empty_state
 from ..torch_causal import State
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
+from .decode import decode
 from .features import fast
 from .launch import aligned, contiguous, dense, device_of, launch, processors
 
@@ -114,6 +115,10 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
 
 def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
+    if query.shape[2] == 1 and not _needs_gradients(query, key, value, *(state or ())):
+        parts = empty_state(query, value) if state is None else state
+        sums, memory, scalars = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        return decode(query, key, value, (sums, memory, scalars), scale, variant, mask), (sums, memory, scalars)
     result, end, _ = _call(query, key, value, mask, state, scale, variant)
     # apart from one another, since decoding writes into them
     sums, memory, scalars = (part.clone() for part in _state(end, query, query.shape[0], value.shape[3]))
@@ -134,8 +139,12 @@ def _call(query, key, value, mask, state, scale, variant):
     return _apply(*tensors[:4], None, query.shape[2], *tensors[4:], scale, *variant.as_args())
 
 
+def _needs_gradients(*inputs) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
 def _apply(*inputs):
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+    if _needs_gradients(*inputs):
         return _Causal.apply(*inputs)
     return torch.ops.flowformer.triton_causal(*inputs[:6], False, *inputs[6:])
 

@@ -6,6 +6,8 @@ memory (B, H, D, E) and scalars (B, H, 3), as in `FlowState`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
-from .launch import device_of
+from .launch import device_of, launch
 
 
 @triton.jit
@@ -101,6 +103,9 @@ def decode(
     return torch.ops.flowformer.triton_decode(query, key, value, mask, *state, scale, *variant.as_args())
 
 
+_launched: dict[tuple, Callable[..., None] | None] = {}
+
+
 def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
     variant = FlowVariant(*options)
     batch, heads, _, dim = query.shape
@@ -109,17 +114,34 @@ def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
     if not result.numel():
         return result
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    block = triton.next_power_of_2(dim)
+    tensors = query, key, value, mask, result, sums, memory, scalars
+    seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
+    place = query.device, scale, options
+    again = _launched.get((seen, place))
     with device_of(query):
-        decode_kernel[(batch * heads,)](
-            query, key, value, mask, result, sums, memory, scalars,
+        if again is not None:
+            again(*tensors)
+            return result
+        if len(_launched) >= 512:
+            _launched.clear()
+        block = triton.next_power_of_2(dim)
+        clamp = float("inf") if variant.clamp is None else variant.clamp
+        numbers = (
             *(stride for x in (query, key, value, result) for stride in x.stride()[:2]),
-            0 if mask is None else mask.stride(0), heads, heads // key.shape[1],
-            scale, variant.eps, variant.flow_eps, float("inf") if variant.clamp is None else variant.clamp,
-            D=dim, BLOCK_D=block, E=value_dim, BLOCK_E=min(triton.next_power_of_2(value_dim), max(1, 8192 // block)),
-            MAP=variant.feature_map, COMPETITION=variant.competition != "none", ALLOCATION=variant.allocation != "none",
-            num_warps=4,
+            0 if mask is None else mask.stride(0), heads, heads // key.shape[1], scale, variant.eps, variant.flow_eps,
+            clamp,
         )  # fmt: skip
+        constants = {
+            "D": dim,
+            "BLOCK_D": block,
+            "E": value_dim,
+            "BLOCK_E": min(triton.next_power_of_2(value_dim), max(1, 8192 // block)),
+            "MAP": variant.feature_map,
+            "COMPETITION": variant.competition != "none",
+            "ALLOCATION": variant.allocation != "none",
+        }
+        grid = batch * heads, 1, 1
+        _launched[seen, place] = launch(decode_kernel, grid, tensors, numbers, constants, query.device, num_warps=4)
     return result
 
 
