@@ -240,12 +240,13 @@ def conserve_kernel(
     flows += (batch * heads + head) * length
     local_flows += (batch * heads + head) * length + plane
     count = load_count(state_scalars)
-    columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
+    # two chunks at a time: there is little to do for a token beside the scan
+    columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, 2 * C)
     conserved_key = load_vector(state_sums, row * 4 + 2, columns, D)
     conserved_query = load_vector(state_sums, row * 4 + 3, columns, D)
     conserved_key += sum_segments(conserved, 0, segment, segments, columns, 0, D)
     conserved_query += sum_segments(conserved, 0, segment, segments, columns, 1, D)
-    index = row * segments + segment
+    index, chunks = row * segments + segment, size // C
     if segment == segments - 1:
         own_key = load_vector(conserved, index * 2, columns, D)
         own_query = load_vector(conserved, index * 2 + 1, columns, D)
@@ -253,11 +254,11 @@ def conserve_kernel(
         store_vector(end_sums, row * 4 + 3, columns, conserved_query + own_query, D)
     once = tl.where(columns < D, eps, 0.0)
     conserved_query += once
-    before = tl.join(conserved_key + once, conserved_query)
-    which, inner = tl.arange(0, 2)[None, :], (columns < D)[:, None]
+    which = tl.arange(0, 4)[None, :]
+    before = tl.where(which % 2 == 0, (conserved_key + once)[:, None], conserved_query[:, None])
     log_sum = NOTHING
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        base, here = first + chunk * C, index * (size // C) + chunk
+    for step in tl.range(0, tl.cdiv(last - first, 2 * C).to(tl.int32), num_stages=STAGES):
+        base, here = first + step * (2 * C), index * chunks + step * 2
         keep, position = place(positions, batch, length, base, tokens, start, last, count)
         k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
@@ -268,8 +269,10 @@ def conserve_kernel(
             log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
             tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
         if KEEP:
+            inner = (columns < D)[:, None] & (step * 2 + which // 2 < chunks)
             local = tl.load(local_sums + (here * 2 + which) * D + columns[:, None], mask=inner, other=0.0)
-            tl.store(sums + (here * 4 + 2 + which) * D + columns[:, None], before + local, mask=inner)
+            to = sums + (here * 4 + which // 2 * 4 + 2 + which % 2) * D
+            tl.store(to + columns[:, None], before + local, mask=inner)
     tl.store(totals + index, log_sum)
 
 
