@@ -146,7 +146,7 @@ def later_segments(carried, reaching, logs, end, segment, segments, columns, TIL
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_memory_kernel(
     query, grad, result, positions, bounds, flows, grads, partial, conserved,
-    plane, q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
+    plane, q_batch, q_head, q_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
@@ -188,8 +188,8 @@ def grad_memory_kernel(
 def value_gradient_kernel(
     query, key, value, grad, result, grad_value, positions, bounds, state_scalars, flows, grads, logs, memories,
     start_memory, carried, conserved, reaching,
-    plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
-    r_batch, r_head, r_token, dv_batch, dv_head, dv_token,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr,
+    r_batch, r_head, r_token: tl.constexpr, dv_batch, dv_head, dv_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -270,7 +270,7 @@ def value_gradient_kernel(
 def flow_gradient_kernel(
     query, key, positions, bounds, state_scalars, grad_sums, grad_scalars, flows, grads, logs, carried, conserved,
     reaching, partial, after, start_sums, start_scalars,
-    plane, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -366,8 +366,8 @@ def flow_gradient_kernel(
 def gradient_kernel(
     own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, sums, memories,
     partial, after, start_sums,
-    plane, a_batch, a_head, a_token, b_batch, b_head, b_token, u_batch, u_head, u_token, m_batch, m_head, m_token,
-    r_batch, r_head, r_token,
+    plane, a_batch, a_head, a_token: tl.constexpr, b_batch, b_head, b_token: tl.constexpr, u_batch, u_head, u_token: tl.constexpr, m_batch, m_head, m_token: tl.constexpr,
+    r_batch, r_head, r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,

@@ -56,7 +56,7 @@ from .features import sigmoid
 @triton.jit(do_not_specialize=RUNTIME)
 def sums_kernel(
     query, key, positions, bounds, partial,
-    q_batch, q_head, q_token, k_batch, k_head, k_token,
+    q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -84,7 +84,7 @@ def sums_kernel(
 def flows_kernel(
     query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, sums, local_flows, local_sums,
     logs, end_sums, end_scalars,
-    plane, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
@@ -227,7 +227,7 @@ def finish(
 def conserve_kernel(
     key, positions, bounds, state_sums, state_scalars, conserved, flows, sums, local_flows, local_sums, totals,
     end_sums,
-    plane, k_batch, k_head, k_token,
+    plane, k_batch, k_head, k_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
@@ -287,7 +287,7 @@ def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr
 @triton.jit(do_not_specialize=RUNTIME)
 def memory_kernel(
     key, value, positions, bounds, state_scalars, flows, totals, logs, end_scalars, partial,
-    plane, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    plane, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -347,7 +347,7 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 def output_kernel(
     query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows,
     local_flows, logs, memories, end_memory,
-    plane, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
