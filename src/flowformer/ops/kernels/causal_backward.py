@@ -146,7 +146,8 @@ def later_segments(carried, reaching, logs, end, segment, segments, columns, TIL
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_memory_kernel(
     query, grad, result, positions, bounds, flows, grads, partial, conserved,
-    plane, q_batch, q_head, q_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
+    plane, q_batch, q_head, q_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr, r_batch, r_head,
+    r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
@@ -166,10 +167,10 @@ def grad_memory_kernel(
     sums, all_in = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
-        r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        rows, keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
+        q, _ = load_features(query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        g = load_rows(grad, base, rows, g_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
+        r = load_rows(result, base, rows, r_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at, overlap = flows + base + tokens, tl.sum(g * r, 1)
         tl.store(grads + base + tokens + (GRAD_PLANES + tile) * plane, overlap, mask=inside_of(tokens, base, last))
         conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
@@ -188,7 +189,8 @@ def grad_memory_kernel(
 def value_gradient_kernel(
     query, key, value, grad, result, grad_value, positions, bounds, state_scalars, flows, grads, logs, memories,
     start_memory, carried, conserved, reaching,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head,
+    v_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr,
     r_batch, r_head, r_token: tl.constexpr, dv_batch, dv_head, dv_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
@@ -224,10 +226,10 @@ def value_gradient_kernel(
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         base = first + (chunks - 1 - step) * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        g = load_rows(grad, base, tokens, g_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, _ = load_features(query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        g = load_rows(grad, base, rows, g_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep)
         received_grad = (g * received[:, None]).to(DOT)
@@ -236,9 +238,9 @@ def value_gradient_kernel(
         gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
         memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
-        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        v = load_rows(value, base, rows, v_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         if not SPLIT:
-            r = load_rows(result, base, tokens, r_token, keep, tile, E, BLOCK_E).to(tl.float32)
+            r = load_rows(result, base, rows, r_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
             tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
         if COMPETITION:
             flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
@@ -319,9 +321,11 @@ def flow_gradient_kernel(
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, query_eps = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        k, key_eps = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, query_eps = load_features(
+            query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT
+        )
+        k, key_eps = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(at + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
@@ -366,7 +370,8 @@ def flow_gradient_kernel(
 def gradient_kernel(
     own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, sums, memories,
     partial, after, start_sums,
-    plane, a_batch, a_head, a_token: tl.constexpr, b_batch, b_head, b_token: tl.constexpr, u_batch, u_head, u_token: tl.constexpr, m_batch, m_head, m_token: tl.constexpr,
+    plane, a_batch, a_head, a_token: tl.constexpr, b_batch, b_head, b_token: tl.constexpr, u_batch, u_head,
+    u_token: tl.constexpr, m_batch, m_head, m_token: tl.constexpr,
     r_batch, r_head, r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
@@ -420,11 +425,11 @@ def gradient_kernel(
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step if REVERSE else step
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        a, _ = load_features(own, base, tokens, a_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        b, _ = load_features(other, base, tokens, b_token, keep, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        u = load_rows(left, base, tokens, u_token, keep, 0, E, BLOCK_E).to(DOT)
-        m = load_rows(right, base, tokens, m_token, keep, 0, E, BLOCK_E).to(tl.float32)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        a, _ = load_features(own, base, rows, a_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        b, _ = load_features(other, base, rows, b_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        u = load_rows(left, base, rows, u_token, keep, positions, 0, E, BLOCK_E).to(DOT)
+        m = load_rows(right, base, rows, m_token, keep, positions, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         take, give = load_weights(at, plane, keep)
         if REVERSE:

@@ -69,9 +69,9 @@ def sums_kernel(
     key_sums, query_sums = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([BLOCK_D, 16], tl.float32)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        rows, keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
+        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        q, _ = load_features(query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         one = tl.where(keep[:, None] & (tl.arange(0, 16) == 0)[None, :], 1.0, 0.0).to(DOT)
         key_sums = tl.dot(tl.trans(k), one, key_sums, input_precision=PRECISION)
         query_sums = tl.dot(tl.trans(q), one, query_sums, input_precision=PRECISION)
@@ -125,9 +125,11 @@ def flows_kernel(
 
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, query_eps = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        k, key_eps = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, query_eps = load_features(
+            query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT
+        )
+        k, key_eps = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         seen = lower
         if positions is not None:
             seen = lower & keep[None, :]
@@ -259,8 +261,8 @@ def conserve_kernel(
     log_sum = NOTHING
     for step in tl.range(0, tl.cdiv(last - first, 2 * C).to(tl.int32), num_stages=STAGES):
         base, here = first + step * (2 * C), index * chunks + step * 2
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
         conserved_out = tl.load(local_flows + base + tokens, mask=inside, other=0.0)
         conserved_out += carried_flow(k, conserved_query, eps, DOT, PRECISION) / position
@@ -316,9 +318,9 @@ def memory_kernel(
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        v = load_rows(value, base, rows, v_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at = flows + base + tokens
         competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
         memory = tl.dot(tl.trans(k), (v * competition[:, None]).to(DOT), memory, input_precision=PRECISION)
@@ -347,7 +349,8 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 def output_kernel(
     query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows,
     local_flows, logs, memories, end_memory,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
+    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head,
+    v_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
     heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -381,10 +384,10 @@ def output_kernel(
     lower = triangle(C, False)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
-        keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        q, _ = load_features(query, base, tokens, q_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        k, _ = load_features(key, base, tokens, k_token, keep, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        v = load_rows(value, base, tokens, v_token, keep, tile, E, BLOCK_E).to(tl.float32)
+        rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
+        q, _ = load_features(query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        v = load_rows(value, base, rows, v_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at, inside = flows + base + tokens, inside_of(tokens, base, last)
         if SPLIT:
             inverse_in = tl.load(at + INVERSE_INCOMING * plane, mask=keep, other=0.0)

@@ -69,12 +69,17 @@ def inside_of(tokens, base, last):
 
 @triton.jit
 def place(positions, batch, length, base, tokens, start, last, count):
-    """Which tokens of a chunk are valid, and D, how many there are up to each."""
-    inside = inside_of(tokens, base, last)
+    """Where the tokens of a chunk lie, which of them are valid, and D, how many there are up to each.
+
+    Behind the last token lies the last once more: a mask would cost every load its registers set to zero before, and
+    loads that wait for them.
+    """
+    left = tl.minimum(last - base, tokens.shape[0]).to(tl.int32)
+    inside, rows = tokens < left, tl.minimum(tokens, left - 1)
     if positions is not None:
         signed = tl.load(positions + batch * length + base + tokens, mask=inside, other=0).to(tl.float32)
-        return signed > 0, tl.maximum(count + tl.abs(signed), 1.0)
-    return inside, count + (base - start + 1 + tokens).to(tl.float32)
+        return rows, signed > 0, tl.maximum(count + tl.abs(signed), 1.0)
+    return rows, inside, count + (base - start + 1 + tokens).to(tl.float32)
 
 
 @triton.jit
@@ -84,12 +89,15 @@ def at_rows(x, base, tokens, stride, columns):
 
 
 @triton.jit
-def load_rows(x, base, tokens, stride, keep, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(x, base, rows, stride, keep, positions, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What lies at `rows`; 0 where masked, since padding may hold anything."""
     columns = tile * BLOCK + tl.arange(0, BLOCK)
-    mask = keep[:, None]
+    at = at_rows(x, base, rows, stride, columns)
+    if positions is not None:
+        return tl.load(at, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
     if WIDTH % BLOCK:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(at_rows(x, base, tokens, stride, columns), mask=mask, other=0.0)
+        return tl.load(at, mask=(columns < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -103,7 +111,7 @@ def store_rows(x, base, tokens, stride, keep, tile, tensor, WIDTH: tl.constexpr,
 
 @triton.jit
 def load_features(
-    x, base, tokens, stride, keep, tile, scale, eps,
+    x, base, rows, stride, keep, positions, tile, scale, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """φ and φ + ε, rounded to what the tensor cores take, so that sums and products see the same numbers.
@@ -111,7 +119,7 @@ def load_features(
     A masked token has φ(0): whoever uses it gives it the weight 0, which costs less than a zero in every feature.
     """
     phi, raised = rounded_features(
-        load_rows(x, base, tokens, stride, keep, tile, WIDTH, BLOCK), scale, eps, MAP, FAST, DOT
+        load_rows(x, base, rows, stride, keep, positions, tile, WIDTH, BLOCK), scale, eps, MAP, FAST, DOT
     )
     if WIDTH % BLOCK:
         inner = (tile * BLOCK + tl.arange(0, BLOCK) < WIDTH)[None, :]
