@@ -23,7 +23,7 @@ from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .decode import decode
 from .features import fast
-from .launch import aligned, contiguous, dense, device_of, launch, processors
+from .launch import aligned, contiguous, dense, device_of, launch
 
 PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
@@ -47,8 +47,8 @@ class Config(NamedTuple):
     memory: Shape
     flows: Shape
     output: Shape
+    grad_memory: Shape
     value_gradient: Shape
-    whole_value_gradient: Shape  # of heads that are not cut, two to a processor: it keeps one tensor more
     flow_gradient: Shape
     gradient: Shape
 
@@ -62,11 +62,11 @@ CONFIGS = {
         chunk=64,
         tile=64,
         sums=Shape(4, 3),
-        memory=Shape(4, 2),
+        memory=Shape(4, 3),
         flows=Shape(4, 3),
         output=Shape(4, 3),
+        grad_memory=Shape(4, 4),
         value_gradient=Shape(4, 3),
-        whole_value_gradient=Shape(4, 2),
         flow_gradient=Shape(4, 3),
         gradient=Shape(4, 1),
     ),
@@ -215,6 +215,9 @@ class Plan:
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.device = query.device
         self.launched: dict = {}
+        # the launches for the gradients of queries, then of keys (in reverse), and how they are balanced
+        tiled = [(0, "measure"), (0, "measured")] if query.dtype == torch.bfloat16 else [(0, "none")]
+        self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value.shape[-1]
@@ -227,13 +230,15 @@ class Plan:
         self.forward_scratch = [aligned(size) for size in forward]
         # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
         planes = causal_backward.GRAD_PLANES.value + 2 * tiles
+        if (0, "measure") in self.gradients:
+            planes += self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
         if segments > 1:
             # the gradients of Σk/O and Σq/I, what later ones reach it by, dS, and dS after it
             backward += [vectors * tiles, vectors // 2, memories, memories]
         self.backward_scratch = [aligned(size) for size in backward]
 
-    def launch(self, kernel, shape: Shape, tensors: tuple, rest: Callable, *, tiles=1, name="") -> None:
+    def launch(self, kernel, shape: Shape, tensors: tuple, rest: Callable, *, tiles=1, name=()) -> None:
         """Runs a kernel on every head, segment and tile; `name` tells its uses apart.
 
         The first time, `rest` is asked for its numbers and its constants: they are the same in all calls of a plan.
@@ -250,26 +255,18 @@ class Plan:
     def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
         """Adds up the memories of the segments before each, after each in reverse."""
         kernel, tensors = causal_forward.scan_kernel, (partial, begin, before, end)
-        again = self.launched.get((kernel, ""))
+        again = self.launched.get((kernel, ()))
         if again is not None:
             again(*tensors)
             return
         constants = {"WIDTH": self.width, "BLOCK": min(256, triton.next_power_of_2(self.width)), "REVERSE": reverse}
         grid = self.rows, triton.cdiv(self.width, constants["BLOCK"]), 1
-        self.launched[kernel, ""] = launch(kernel, grid, tensors, (self.segments,), constants, self.device)
+        self.launched[kernel, ()] = launch(kernel, grid, tensors, (self.segments,), constants, self.device)
 
-    def gradient(self, value_dim: int, reverse: int, eps: float) -> dict:
+    def gradient(self, value_dim: int, reverse: int, balance: str, eps: float) -> dict:
         """The constants of the gradient of queries, or in reverse of keys."""
-        dot, whole = self.features["DOT"], self.feature_tiles == 1
-        constants = {"BLOCK_D": self.tile_d, "E": value_dim, "BLOCK_E": self.block_e, "WHOLE": whole}
-        constants |= {"RAISED": dot != tl.bfloat16 or eps > SMALL, "REVERSE": reverse}
-        if dot == tl.float32 and max(self.block_d, self.block_e) > 128:
-            # three times the factors of so wide products would not fit the registers
-            constants["PRECISION"] = "ieee"
-        if dot == tl.bfloat16 and not (whole or reverse):
-            # dQ is a small difference of large terms, which only a program with all features can balance
-            constants |= {"DOT": tl.float32, "PRECISION": "tf32"}
-        return constants
+        constants = {"BLOCK_D": self.tile_d, "E": value_dim, "BLOCK_E": self.block_e, "BALANCE": balance}
+        return constants | {"RAISED": self.features["DOT"] != tl.bfloat16 or eps > SMALL, "REVERSE": reverse}
 
     def empty(self, sizes: list[int]) -> tuple[Tensor, ...]:
         """Uninitialised numbers, in pieces of one tensor: to ask for several takes longer than a kernel runs."""
@@ -412,7 +409,7 @@ def backward(
             conserved, reaching, increments, grad_memories = apart
             plan.launch(
                 causal_backward.grad_memory_kernel,
-                shapes.sums,
+                shapes.grad_memory,
                 (query, grad, result, positions, bounds, flows, grads, increments, conserved),
                 lambda: (
                     (plan.plane, *_strides(query, grad, result), *plan.tokens, variant.eps),
@@ -422,10 +419,9 @@ def backward(
             )
             plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
         tokens = query, key, value, grad, result, grad_value
-        crowded = not split and plan.rows > processors(query.device)
         plan.launch(
             causal_backward.value_gradient_kernel,
-            shapes.whole_value_gradient if crowded else shapes.value_gradient,
+            shapes.value_gradient,
             (
                 *tokens, *inputs[2:], flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching,
             ),
@@ -448,17 +444,18 @@ def backward(
             ),
         )  # fmt: skip
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
-        for reverse, (*sources, states) in enumerate(sides):
+        for reverse, balance in plan.gradients:
+            *sources, states = sides[reverse]
             plan.launch(
                 causal_backward.gradient_kernel,
                 shapes.gradient,
                 (*sources, *inputs[2:], grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
-                lambda sources=sources, reverse=reverse: (
+                lambda sources=sources, reverse=reverse, balance=balance: (
                     (plan.plane, *_strides(*sources), *plan.tokens, variant.eps),
-                    features | plan.gradient(value_dim, reverse, variant.eps),
+                    features | plan.gradient(value_dim, reverse, balance, variant.eps),
                 ),
                 tiles=plan.feature_tiles,
-                name="key" if reverse else "query",
+                name=(reverse, balance),
             )
     if shared > 1:
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))

@@ -24,7 +24,9 @@ from .causal_parts import (
     DECLINED,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
+    LOG_OUTGOING,
     RUNTIME,
+    add_logs,
     beside,
     folded,
     four,
@@ -32,7 +34,6 @@ from .causal_parts import (
     inside_of,
     load_count,
     load_features,
-    load_log_sum,
     load_rows,
     load_vector,
     load_weights,
@@ -51,7 +52,7 @@ from .causal_parts import (
 from .features import feature_gradient
 
 # the planes of `grads`; from GRAD_PLANES on the tiles of ⟨dR, R⟩, then those of dÔ/D without later segments: apart from
-# the whole, since no kernel may write what threads of its own program read
+# the whole, since no kernel may write what threads of its own program read; then what `gradient` measures
 GRAD_INCOMING = tl.constexpr(0)  # of I·D
 GRAD_OUTGOING = tl.constexpr(1)  # of O·D
 GRAD_CONSERVED_INCOMING = tl.constexpr(2)  # of Î·D
@@ -232,6 +233,13 @@ def value_gradient_kernel(
         g = load_rows(grad, base, rows, g_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep)
+        if COMPETITION:
+            flow, log = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            # always so; but where the pipeline holds one tensor more, a branch keeps these two, which are needed last,
+            # out of it: with them, a processor would have room for one program
+            if SPLIT or step < chunks:
+                flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
@@ -243,8 +251,7 @@ def value_gradient_kernel(
             r = load_rows(result, base, rows, r_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
             tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
         if COMPETITION:
-            flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-            log = tl.where(inside, load_log_sum(at, plane, inside, log_start, FAST), log_later)
+            log = tl.where(inside, add_logs(log_start, log, FAST), log_later)
             weight = settled(tl.sum(v * gradient, 1))
             outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
             free = keep & (tl.abs(flow) <= clamp)
@@ -376,13 +383,18 @@ def gradient_kernel(
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, WHOLE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr,
+    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
-    Row i of a chunk is the token whose gradient it is, column j one it met. WHOLE says that a program has all features,
-    RAISED that the features are precise enough for the ε of what was met inside a chunk to be seen.
+    Row i of a chunk is the token whose gradient it is, column j one it met. RAISED says that the features are precise
+    enough for the ε of what was met inside a chunk to be seen.
+
+    What dQ gets by way of I takes away what it gets by way of S; R is rounded, and ⟨dR, R⟩ is not quite ⟨q, dq⟩ of that
+    part. So I takes away what is there to the last digit. BALANCE says who knows it: the program, which has all
+    features ("own"), or an earlier launch that did nothing else ("measured", after "measure"). Where nothing is rounded
+    it is as good as it is ("none").
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     plane = tl.cast(plane, tl.int64)
@@ -412,6 +424,7 @@ def gradient_kernel(
     OTHER_FLOW: tl.constexpr = GRAD_INCOMING if REVERSE else GRAD_OUTGOING
     OWN_CONSERVED: tl.constexpr = GRAD_CONSERVED_OUTGOING if REVERSE else GRAD_CONSERVED_INCOMING
     OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
+    MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
     # dQ is a small difference of large terms: rounded but once, they would cost it two bits
     HALVES: tl.constexpr = tl.bfloat16 == DOT and REVERSE == 0
     mine = 1 - REVERSE
@@ -445,7 +458,7 @@ def gradient_kernel(
         before_conserved = load_vector(sums, chunk * 4 + 2 + REVERSE, columns, D)
         after_sum = later + load_vector(after, chunk * 4 + 2 * REVERSE, columns, D)
         after_conserved = load_vector(after, chunk * 4 + 1 + 2 * REVERSE, columns, D)
-        if not REVERSE and WHOLE:
+        if BALANCE != "none":
             overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
 
         given = (m * give[:, None]).to(DOT)
@@ -465,9 +478,14 @@ def gradient_kernel(
                 low = within(met - high, lower, FAST, DOT)
                 gradient = tl.dot(low, b, gradient, input_precision=PRECISION)
             gradient = tl.dot(within(high, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
-            if WHOLE:
-                # ⟨q, dq⟩ of this part is ⟨dR, R⟩, and what I takes away again must be that to the last digit
-                flow -= (tl.sum(gradient * a.to(tl.float32), 1) - overlap) * inverse / position
+            if BALANCE == "measured":
+                found = load_tiles(grads_at + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
+            else:
+                found = tl.sum(gradient * a.to(tl.float32), 1)
+            if BALANCE == "measure":
+                tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
+            elif BALANCE != "none":
+                flow -= (found - overlap) * inverse / position
         from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             from_later += met
@@ -490,4 +508,5 @@ def gradient_kernel(
             gradient *= scale
         if positions is not None:
             gradient = tl.where(keep[:, None], gradient, 0.0)
-        store_rows(grad_own, base, tokens, r_token, inside, tile, gradient, D, BLOCK_D)
+        if BALANCE != "measure":
+            store_rows(grad_own, base, tokens, r_token, inside, tile, gradient, D, BLOCK_D)

@@ -61,14 +61,15 @@ def sums_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σk and Σq of each segment."""
+    """Σk and Σq of each segment, from right to left: the next kernel begins with what is then in the cache."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
     query += batch * q_batch + head * q_head
     key += batch * k_batch + head // shared * k_head
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     key_sums, query_sums = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([BLOCK_D, 16], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        base = first + chunk * C
+    chunks = tl.cdiv(last - first, C).to(tl.int32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        base = first + (chunks - 1 - step) * C
         rows, keep, _ = place(positions, batch, length, base, tokens, start, last, 0.0)
         k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         q, _ = load_features(query, base, rows, q_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
@@ -295,7 +296,7 @@ def memory_kernel(
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COMPETITION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it."""
+    """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it; from right to left, where `conserve` has been last."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -316,8 +317,9 @@ def memory_kernel(
                    COMPETITION)  # fmt: skip
     count, tokens = load_count(state_scalars), tl.arange(0, C)
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        base = first + chunk * C
+    chunks = tl.cdiv(last - first, C).to(tl.int32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        base = first + (chunks - 1 - step) * C
         rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
         k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, rows, v_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)

@@ -262,6 +262,13 @@ def fast_log_add(a, b):
 
 
 @triton.jit
+def add_logs(a, b, FAST: tl.constexpr):
+    if FAST:
+        return fast_log_add(a, b)
+    return log_add(a, b)
+
+
+@triton.jit
 def bounded(flow, clamp):
     return tl.minimum(tl.maximum(flow, -clamp), clamp)
 
@@ -270,21 +277,10 @@ def bounded(flow, clamp):
 def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr):
     """log Σ exp(Ô) from the start of the segment up to each token, and up to the last."""
     flow = tl.where(keep, bounded(conserved_outgoing, clamp), NOTHING)
-    if FAST:
-        log = fast_log_add(tl.associative_scan(flow, 0, fast_log_add), log_sum)
-    else:
-        log = log_add(tl.associative_scan(flow, 0, log_add), log_sum)
+    log = tl.associative_scan(flow, 0, fast_log_add) if FAST else tl.associative_scan(flow, 0, log_add)
+    log = add_logs(log, log_sum, FAST)
     # it never falls, so the largest is the last
     return log, tl.max(log, 0)
-
-
-@triton.jit
-def load_log_sum(at, plane, inside, log_start, FAST: tl.constexpr):
-    """L, the running log Σ exp(Ô) up to each token."""
-    log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
-    if FAST:
-        return fast_log_add(log_start, log)
-    return log_add(log_start, log)
 
 
 @triton.jit
@@ -293,7 +289,8 @@ def make_competition(at, plane, keep, position, log_start, clamp, FAST: tl.const
     competition = tl.where(keep, 1.0, 0.0)
     if COMPETITION:
         flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp)
-        share = tl.exp(flow - load_log_sum(at, plane, keep, log_start, FAST))
+        log = tl.load(at + LOG_OUTGOING * plane, mask=keep, other=0.0)
+        share = tl.exp(flow - add_logs(log_start, log, FAST))
         competition = tl.where(keep, position * share, 0.0)
     return competition
 
