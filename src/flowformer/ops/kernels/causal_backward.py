@@ -26,6 +26,7 @@ from .causal_parts import (
     INVERSE_OUTGOING,
     LOG_OUTGOING,
     RUNTIME,
+    across,
     add_logs,
     beside,
     folded,
@@ -241,7 +242,7 @@ def value_gradient_kernel(
                 flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
                 log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
         received_grad = (g * received[:, None]).to(DOT)
-        met = within(tl.dot(k, tl.trans(q), input_precision=PRECISION), upper, FAST, DOT)
+        met = within(across(k, q, PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
         gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
@@ -349,8 +350,8 @@ def flow_gradient_kernel(
         # before the wider products, as in the forward pass
         all_grads = totals(key_grads, query_grads)
         coming = folded(all_grads, DOT)
-        from_sinks = tl.where(upper, tl.dot(k, tl.trans(query_eps), input_precision=PRECISION), 0.0)
-        from_sources = tl.where(upper, tl.dot(q, tl.trans(key_eps), input_precision=PRECISION), 0.0)
+        from_sinks = tl.where(upper, across(k, query_eps, PRECISION), 0.0)
+        from_sources = tl.where(upper, across(q, key_eps, PRECISION), 0.0)
         sinks_after = tl.dot(k, coming, input_precision=PRECISION)
         sources_after = tl.dot(q, coming, input_precision=PRECISION)
         grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 1)
@@ -462,11 +463,11 @@ def gradient_kernel(
             overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
 
         given = (m * give[:, None]).to(DOT)
-        met = tl.dot(u, tl.trans(given), input_precision=PRECISION) * take[:, None]
+        met = across(u, given, PRECISION) * take[:, None]
         high = memory
         if HALVES:
             high = truncated(memory)
-        gradient = tl.dot(u, tl.trans(high.to(DOT)), input_precision=PRECISION)
+        gradient = across(u, high.to(DOT), PRECISION)
         if HALVES:
             gradient = tl.dot(u, tl.trans((memory - high).to(DOT)), gradient, input_precision=PRECISION)
         gradient *= take[:, None]

@@ -26,6 +26,7 @@ from .causal_parts import (
     NOTHING,
     RECEIVED,
     RUNTIME,
+    across,
     beside,
     eight,
     folded,
@@ -138,8 +139,8 @@ def flows_kernel(
         all_sums = totals(key_sums, query_sums)
         before = folded(all_sums, DOT)
         # a product for each direction, so that every sum runs along a row, inside a warp
-        to_sinks = tl.where(seen, tl.dot(query_eps, tl.trans(k), input_precision=PRECISION), 0.0)
-        to_sources = tl.where(seen, tl.dot(key_eps, tl.trans(q), input_precision=PRECISION), 0.0)
+        to_sinks = tl.where(seen, across(query_eps, k, PRECISION), 0.0)
+        to_sources = tl.where(seen, across(key_eps, q, PRECISION), 0.0)
         sinks_before = tl.dot(query_eps, before, input_precision=PRECISION)
         sources_before = tl.dot(key_eps, before, input_precision=PRECISION)
         incoming = tl.sum(to_sinks, 1) + pick(sinks_before, 0) + flow_eps
@@ -406,7 +407,7 @@ def output_kernel(
         if KEEP and tile == 0:
             tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)
         competing = (v * competition[:, None]).to(DOT)
-        met = within(tl.dot(q, tl.trans(k), input_precision=PRECISION), lower, FAST, DOT)
+        met = within(across(q, k, PRECISION), lower, FAST, DOT)
         result = tl.dot(q, memory.to(DOT), input_precision=PRECISION)
         result = tl.dot(met, competing, result, input_precision=PRECISION) * received[:, None]
         store_rows(out, base, tokens, r_token, inside, tile, result, E, BLOCK_E)

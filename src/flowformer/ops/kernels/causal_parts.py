@@ -161,6 +161,19 @@ def settled(x):
 
 
 @triton.jit
+def across(a, b, PRECISION: tl.constexpr, LONGEST: tl.constexpr = 128):
+    """a bᵀ. A tensor core rounds every step toward zero: what sums of float32 lose grows with their length, and longer
+    ones are put together from those of even and odd terms."""
+    if a.dtype == tl.float32 and a.shape[1] > LONGEST:
+        HALF: tl.constexpr = a.shape[1] // 2
+        a_even, a_odd = tl.split(a.reshape(a.shape[0], HALF, 2))
+        b_even, b_odd = tl.split(b.reshape(b.shape[0], HALF, 2))
+        return across(a_even, b_even, PRECISION, 64) + across(a_odd, b_odd, PRECISION, 64)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
+@triton.jit
 def triangle(C: tl.constexpr, UPPER: tl.constexpr):
     """All bits set where the token of the column came no later than that of the row, or no earlier if UPPER."""
     tokens = tl.arange(0, C)
