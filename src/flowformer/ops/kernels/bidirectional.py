@@ -307,13 +307,13 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
 
 
 def _strides(tensors) -> tuple[int, list[list[int]]]:
-    """The power of two that divides every stride, up to 16, and the (batch, head, row) strides in that unit."""
+    """The power of two that divides every stride, up to 16; the strides of batch and head in that unit, and of rows."""
     strides = [
         [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride, _ in tensors
     ]
     bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
     align = bits & -bits
-    return align, [[s // align for s in each] for each in strides]
+    return align, [[batch // align, head // align, row] for batch, head, row in strides]
 
 
 def _kept_sizes(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> list[int]:

@@ -27,7 +27,7 @@ from .features import feature_gradient, sigmoid
 @kernel
 def grad_memory(
     query, grad, query_mask, query_bounds, records, partial, incoming, allocation, exchange,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, sinks, heads, segments, scale, eps,
+    q_batch, q_head, q_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -38,8 +38,6 @@ def grad_memory(
     records += record * SIZE
     own = partial + (record * segments + segment) * SIZE
     first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    q_row *= ALIGN
-    g_row *= ALIGN
     query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
     grad = moved(grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, query_bounds)
     mask_start = sequence * sinks + first
@@ -119,7 +117,8 @@ def _competition(flow, clamp, reference, inverse, COMPETITION: tl.constexpr):
 def grad_competition(
     key, value, key_mask, key_bounds, records, partial, grads, products, outgoing, conserved_outgoing,
     grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, chunks, scale, eps, clamp,
+    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, chunks,
+    scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, CHUNKS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
     EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -131,8 +130,6 @@ def grad_competition(
     grads += record * SIZE
     own = partial + (record * segments + segment) * SIZE
     first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    k_row *= ALIGN
-    v_row *= ALIGN
     key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
     value = moved(value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
     mask_start = sequence * sources + first
@@ -187,7 +184,8 @@ def grad_competition(
 @kernel
 def grad_query(
     query, grad, out, query_mask, query_bounds, records, partial, incoming, allocation, exchange,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps,
+    q_batch, q_head, q_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr, r_batch, r_head, r_row: tl.constexpr,
+    sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -198,9 +196,6 @@ def grad_query(
     records += record * SIZE
     partial += record * segments * SIZE
     first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    q_row *= ALIGN
-    g_row *= ALIGN
-    r_row *= ALIGN
     query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
     grad = moved(grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, query_bounds)
     out = moved(out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_row, query_bounds)
@@ -268,7 +263,8 @@ def _of_head(records, grads, columns, eps, D: tl.constexpr, E: tl.constexpr):
 def grad_source(
     key, value, out_key, out_value, key_mask, key_bounds, records, partial, grads, outgoing, conserved_outgoing,
     grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, r_batch, r_head, r_row,
+    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr,
+    r_batch, r_head, r_row: tl.constexpr,
     sources, heads, segments, scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
@@ -278,10 +274,6 @@ def grad_source(
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads // SHARED, key_bounds is not None, True)
     first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    k_row *= ALIGN
-    v_row *= ALIGN
-    g_row *= ALIGN
-    r_row *= ALIGN
     key = moved(key, sequence, head, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
     value = moved(value, sequence, head, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
     out_key = moved(out_key, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, key_bounds)

@@ -23,12 +23,13 @@ from .blocks import (
 )
 from .features import sigmoid
 
-_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head", "row")}
+_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head")}
 _VARYING |= {"sinks", "sources", "heads", "segments"}
 
 
 def kernel(function):
-    """A jitted kernel that is compiled once for all lengths and strides: ALIGN says what is known of the strides."""
+    """A jitted kernel that is compiled once for all lengths: for the distance between tokens, but not for that between
+    heads and sequences, of which ALIGN says what is known."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(function, do_not_specialize=[name for name in names if name in _VARYING])
 
@@ -56,7 +57,7 @@ def _sum_of(
 @kernel
 def sums(
     query, key, query_mask, key_mask, query_bounds, key_bounds, partial,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale,
+    q_batch, q_head, q_row: tl.constexpr, k_batch, k_head, k_row: tl.constexpr, sinks, sources, heads, segments, scale,
     SHARED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,6 @@ def sums(
     own = partial + (record * segments + segment) * SIZE
     if tl.program_id(1) == 0:
         first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-        q_row *= ALIGN
         query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
         _sum_of(
             query, q_row, query_mask, sequence * sinks + first, count, own, scale,
@@ -74,7 +74,6 @@ def sums(
         )  # fmt: skip
     else:
         first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-        k_row *= ALIGN
         key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
         _sum_of(
             key, k_row, key_mask, sequence * sources + first, count, own, scale,
@@ -107,7 +106,8 @@ def _flow_of(
 @kernel
 def flows(
     query, key, query_mask, key_mask, query_bounds, key_bounds, partial, incoming, outgoing,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale, eps, flow_eps,
+    q_batch, q_head, q_row: tl.constexpr, k_batch, k_head, k_row: tl.constexpr, sinks, sources, heads, segments,
+    scale, eps, flow_eps,
     SHARED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -118,7 +118,6 @@ def flows(
     records = partial + record * segments * SIZE
     if tl.program_id(1) == 0:
         first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-        q_row *= ALIGN
         query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
         _flow_of(
             query, q_row, query_mask, sequence * sinks + first, count, records, segment, segments,
@@ -127,7 +126,6 @@ def flows(
         )  # fmt: skip
     else:
         first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-        k_row *= ALIGN
         key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
         _flow_of(
             key, k_row, key_mask, sequence * sources + first, count, records, segment, segments,
@@ -139,7 +137,8 @@ def flows(
 @kernel
 def memory(
     key, value, key_mask, key_bounds, partial, conserved_outgoing,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, scale, eps, flow_eps, clamp,
+    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, scale, eps,
+    flow_eps, clamp,
     SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
     EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -150,8 +149,6 @@ def memory(
     records = partial + record * segments * SIZE
     own = records + segment * SIZE
     first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    k_row *= ALIGN
-    v_row *= ALIGN
     key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
     value = moved(value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
     mask_start = sequence * sources + first
@@ -249,7 +246,8 @@ def finish(
 @kernel
 def result(
     query, out, query_mask, query_bounds, records, incoming, allocation,
-    q_batch, q_head, q_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps, flow_eps,
+    q_batch, q_head, q_row: tl.constexpr, r_batch, r_head, r_row: tl.constexpr, sinks, heads, segments, scale, eps,
+    flow_eps,
     KEEP: tl.constexpr, ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
     MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -259,8 +257,6 @@ def result(
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records += record * SIZE
     first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    q_row *= ALIGN
-    r_row *= ALIGN
     query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
     out = moved(out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_row, query_bounds)
     mask_start = sequence * sinks + first
