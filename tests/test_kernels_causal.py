@@ -19,6 +19,7 @@ from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradie
 from flowformer import FlowVariant
 from flowformer.ops import library, reference
 from flowformer.ops.kernels import causal as kernels
+from flowformer.ops.kernels import causal_plan
 from flowformer.ops.kernels.decode import decode
 from flowformer.ops.kernels.launch import dense
 from flowformer.ops.state import FlowState
@@ -38,11 +39,11 @@ ROUNDING = 3e-7
 def small_chunks(monkeypatch):
     """Chunks and segments of a few tokens, so that short sequences have several; the device keeps its own chunks."""
     if DEVICE == "cpu":
-        table = {key: _small(config) for key, config in kernels.CONFIGS.items()}
-        monkeypatch.setattr(kernels, "CONFIGS", table)
-    monkeypatch.setattr(kernels, "SHORTEST", 16)
-    monkeypatch.setattr(kernels, "ENOUGH", 1000)
-    monkeypatch.setattr(kernels, "_plans", {})
+        table = {key: _small(config) for key, config in causal_plan.CONFIGS.items()}
+        monkeypatch.setattr(causal_plan, "CONFIGS", table)
+    monkeypatch.setattr(causal_plan, "SHORTEST", 16)
+    monkeypatch.setattr(causal_plan, "ENOUGH", 1000)
+    monkeypatch.setattr(causal_plan, "_plans", {})
 
 
 def _small(config):
@@ -50,7 +51,7 @@ def _small(config):
 
 
 def segments(monkeypatch, count, rows):
-    monkeypatch.setattr(kernels, "PROGRAMS", count * rows)
+    monkeypatch.setattr(causal_plan, "PROGRAMS", count * rows)
 
 
 def inputs_of(dtype=torch.float32, **options):
@@ -106,19 +107,19 @@ def test_half_precision_obeys_the_error_rule(dtype, monkeypatch):
     check(inputs_of(dtype, batch=1, heads=1, sinks=40, dim=8))
 
 
-@pytest.mark.parametrize("key", kernels.CONFIGS, ids=lambda key: f"{key[0]}-{key[1]}".removeprefix("torch."))
+@pytest.mark.parametrize("key", causal_plan.CONFIGS, ids=lambda key: f"{key[0]}-{key[1]}".removeprefix("torch."))
 def test_every_configuration_of_the_table(key, monkeypatch):
     dtype, width = key
     if DEVICE == "cpu":
         # the interpreter needs the table's tiles, not the whole width: two tiles of values and of features
-        config = kernels.CONFIGS[key]
-        monkeypatch.setitem(kernels.CONFIGS, (dtype, 64), config)
+        config = causal_plan.CONFIGS[key]
+        monkeypatch.setitem(causal_plan.CONFIGS, (dtype, 64), config)
         check(inputs_of(dtype, batch=1, heads=1, sinks=20, dim=20, value_dim=18))
         return
     for length in (63, 64, 65, 1000):
         check(inputs_of(dtype, batch=1, heads=2, sinks=length, dim=width, value_dim=width))
     # whole heads, few of them and more than there are processors
-    monkeypatch.setattr(kernels, "ENOUGH", 1)
+    monkeypatch.setattr(causal_plan, "ENOUGH", 1)
     for heads in (2, 200):
         check(inputs_of(dtype, batch=1, heads=heads, sinks=130, dim=width, value_dim=width))
 

@@ -35,7 +35,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import aligned, contiguous, dense, device_of, launch, processors
+from .launch import Kernel, Launched, aligned, contiguous, dense, device_of, signature
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -195,42 +195,30 @@ class Plan:
     numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
     constants: dict[str, dict]
     launches: dict[str, configs.Launch]
-    launched: dict = field(default_factory=dict)
+    launched: Launched = field(default_factory=Launched)
 
     def launch(self, name: str, *tensors: Tensor | None) -> None:
-        again = self.launched.get(name)
-        if again is not None:
-            again(*tensors)
-            return
+        self.launched(name, tensors, lambda: self._kernel(name))
+
+    def _kernel(self, name: str) -> Kernel:
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
-        settings = {"num_warps": self.launches[name].warps} if name in self.launches else {}
-        kernel, numbers, constants = getattr(module, name), self.numbers[name], self.constants[name]
-        self.launched[name] = launch(kernel, self.grids[name], tensors, numbers, constants, self.device, **settings)
+        kernel = Kernel(getattr(module, name), self.grids[name], self.numbers[name], self.constants[name])
+        return kernel._replace(warps=self.launches[name].warps) if name in self.launches else kernel
 
 
 def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
     # everything that Triton compiles for is in the key
-    query = tensors[0]
-    bounds = extras[2]
-    return _plan(
-        tuple((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors),
-        tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in extras),
-        None if bounds is None else bounds.shape[0] - 1,
-        query.dtype,
-        query.device,
-        longest,
-        keep,
-        options,
-        float32_precision(),
-    )
+    kinds = signature(tensors), signature(extras), tensors[0].device, float32_precision()
+    return _plan(*kinds, longest, keep, options)
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, precision) -> Plan:
+def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     scale, variant = options[0], FlowVariant(*options[1:])
-    (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, _, _ in tensors[:3])
+    (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, *_ in tensors[:3])
+    dtype, bounds = tensors[0][2], extras[2]
     value_dim = value_shape[-1]
-    records = heads * (batch if sequences is None else sequences)
+    records = heads * (batch if bounds is None else bounds[0][0] - 1)
     align, strides = _strides(tensors)
     block_d = max(16, triton.next_power_of_2(dim))
     launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
@@ -242,7 +230,7 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
         multiply = "rounded" if multiply == "bf16" else "ieee"
     memory = MEMORY // {"tf32": 2, "ieee": 4}.get(multiply, 1)
     block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
-    capacity = processors(device) * 64**2 // max(block_d * block_e, 64**2)
+    capacity = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
     segments = max(1, *(min(count * capacity // records, longest // tokens) for count, tokens in SEGMENTS))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
 
@@ -309,7 +297,7 @@ def _plan(tensors, extras, sequences, dtype, device, longest, keep, options, pre
 def _strides(tensors) -> tuple[int, list[list[int]]]:
     """The power of two that divides every stride, up to 16; the strides of batch and head in that unit, and of rows."""
     strides = [
-        [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride, _ in tensors
+        [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride, *_ in tensors
     ]
     bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
     align = bits & -bits
@@ -326,6 +314,12 @@ def _kept_sizes(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None
 
 def _record_size(dim: int, value_dim: int) -> int:
     return dim * (value_dim + 4) + 4
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """How many programs run at once, if each takes all of a processor; on a CPU, which only interprets, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache

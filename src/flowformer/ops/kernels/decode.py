@@ -6,8 +6,6 @@ memory (B, H, D, E) and scalars (B, H, 3), as in `FlowState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
-from .launch import device_of, launch
+from .launch import Kernel, Launched, device_of, signature
 
 
 @triton.jit
@@ -103,46 +101,39 @@ def decode(
     return torch.ops.flowformer.triton_decode(query, key, value, mask, *state, scale, *variant.as_args())
 
 
-_launched: dict[tuple, Callable[..., None] | None] = {}
+_launched = Launched()
 
 
 def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
-    variant = FlowVariant(*options)
-    batch, heads, _, dim = query.shape
-    value_dim = value.shape[-1]
-    result = torch_backend.empty_result(query, value_dim)
+    result = torch_backend.empty_result(query, value.shape[-1])
     if not result.numel():
         return result
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     tensors = query, key, value, mask, result, sums, memory, scalars
-    seen = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
-    place = query.device, scale, options
-    again = _launched.get((seen, place))
     with device_of(query):
-        if again is not None:
-            again(*tensors)
-            return result
-        if len(_launched) >= 512:
-            _launched.clear()
-        block = triton.next_power_of_2(dim)
-        clamp = float("inf") if variant.clamp is None else variant.clamp
-        numbers = (
-            *(stride for x in (query, key, value, result) for stride in x.stride()[:2]),
-            0 if mask is None else mask.stride(0), heads, heads // key.shape[1], scale, variant.eps, variant.flow_eps,
-            clamp,
-        )  # fmt: skip
-        constants = {
-            "D": dim,
-            "BLOCK_D": block,
-            "E": value_dim,
-            "BLOCK_E": min(triton.next_power_of_2(value_dim), max(1, 8192 // block)),
-            "MAP": variant.feature_map,
-            "COMPETITION": variant.competition != "none",
-            "ALLOCATION": variant.allocation != "none",
-        }
-        grid = batch * heads, 1, 1
-        _launched[seen, place] = launch(decode_kernel, grid, tensors, numbers, constants, query.device, num_warps=4)
+        kind = signature(tensors), query.device, scale, options
+        _launched(kind, tensors, lambda: _kernel(query, key, value, mask, result, scale, FlowVariant(*options)))
     return result
+
+
+def _kernel(query, key, value, mask, result, scale, variant: FlowVariant) -> Kernel:
+    (batch, heads, _, dim), value_dim = query.shape, value.shape[-1]
+    block = triton.next_power_of_2(dim)
+    numbers = (
+        *(stride for x in (query, key, value, result) for stride in x.stride()[:2]),
+        0 if mask is None else mask.stride(0), heads, heads // key.shape[1], scale, variant.eps, variant.flow_eps,
+        float("inf") if variant.clamp is None else variant.clamp,
+    )  # fmt: skip
+    constants = {
+        "D": dim,
+        "BLOCK_D": block,
+        "E": value_dim,
+        "BLOCK_E": min(triton.next_power_of_2(value_dim), max(1, 8192 // block)),
+        "MAP": variant.feature_map,
+        "COMPETITION": variant.competition != "none",
+        "ALLOCATION": variant.allocation != "none",
+    }
+    return Kernel(decode_kernel, (batch * heads, 1, 1), numbers, constants)
 
 
 def _fake_decode(query, key, value, *_):
