@@ -32,6 +32,7 @@ from measure import graph_milliseconds, host_microseconds, launches, machine, mi
 from torch import Tensor
 
 from flowformer import FlowVariant, flow_attention, flow_attention_recurrent
+from flowformer.baselines import LinearAttention
 from flowformer.ops import reference
 
 KINDS = ("bidirectional", "causal")
@@ -99,6 +100,7 @@ def contestants(kind: str, backends: list[str]) -> list[Contestant]:
         Contestant("authors eager", AUTHORS[kind], footprint=footprint["authors"]),
         Contestant("authors compiled", torch.compile(AUTHORS[kind], dynamic=False), footprint=footprint["authors"]),
         Contestant("sdpa", partial(F.scaled_dot_product_attention, is_causal=is_causal), is_flow=False),
+        Contestant("linear", partial(LinearAttention(), is_causal=is_causal), is_flow=False),
         *(fla_contestants() if is_causal and torch.cuda.is_available() else []),
     ]
 

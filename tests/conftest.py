@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_parity.py"}
+ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}
 
 
 def pytest_collection_modifyitems(items):

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 pytest.importorskip("triton")
 
-from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradients
+from helpers import CAUSAL_KERNEL_VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
 from flowformer.ops import library, reference
 from flowformer.ops.kernels import causal as kernels
 from flowformer.ops.kernels import causal_plan
-from flowformer.ops.kernels.decode import decode
 from flowformer.ops.kernels.launch import dense
 from flowformer.ops.state import FlowState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
-SUPPORTED = {
-    name: variant
-    for name, variant in VARIANTS.items()
-    if variant.competition != "sigmoid" and variant.allocation != "softmax"
-}
 # below this an error is a few roundings of float32, whoever makes them
 ROUNDING = 3e-7
 
@@ -81,10 +71,10 @@ def check(inputs, mask=None, variant=DEFAULT, scale=1.0):
     return results
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", CAUSAL_KERNEL_VARIANTS)
 def test_values_and_gradients_are_the_oracles(name, monkeypatch):
     segments(monkeypatch, 2, 1)
-    check(inputs_of(batch=1, heads=1, sinks=36), variant=SUPPORTED[name], scale=0.7)
+    check(inputs_of(batch=1, heads=1, sinks=36), variant=CAUSAL_KERNEL_VARIANTS[name], scale=0.7)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -246,42 +236,6 @@ def test_padding_leaves_the_state_as_it_is(monkeypatch):
     assert FlowState.unpack(padded).count.tolist() == [11, 30]
 
 
-@pytest.mark.parametrize("name", ["default", "core", "no competition", "no allocation", "elu+1"])
-def test_decoding_token_by_token_is_the_parallel_form(name):
-    variant = SUPPORTED[name]
-    inputs = inputs_of(batch=2, heads=4, key_heads=2, sinks=9, dim=5, value_dim=3)
-    truth = oracle(*inputs, is_causal=True, variant=variant)
-    _, end = kernels.recurrent(*inputs, None, None, 1.0, variant)
-    state = FlowState.empty(2, 4, 5, 3, device=DEVICE).pack()
-    pointers = [part.data_ptr() for part in state]
-    steps = [decode(*(x[:, :, t : t + 1] for x in inputs), state, 1.0, variant) for t in range(9)]
-    assert relative_error(torch.cat(steps, 2), truth) < 1e-6
-    assert pointers == [part.data_ptr() for part in state]
-    for part, expected in zip(state, end, strict=True):
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_decoding_leaves_masked_rows_alone():
-    inputs = inputs_of(batch=2, heads=2, sinks=6)
-    _, state = kernels.recurrent(*(x[:, :, :5] for x in inputs), None, None, 1.0, DEFAULT)
-    before = [part.clone() for part in state]
-    mask = torch.tensor([[True], [False]], device=DEVICE)
-    token = [x[:, :, 5:].masked_fill(~mask[..., None, None], torch.nan) for x in inputs]
-    result = decode(*token, state, 1.0, DEFAULT, mask)
-    assert not result[1].any()
-    assert all(torch.equal(part[1], old[1]) for part, old in zip(state, before, strict=True))
-    assert relative_error(result[:1], oracle(*inputs, is_causal=True)[:1, :, 5:]) < 1e-6
-
-
-def test_decode_says_what_it_takes():
-    inputs = inputs_of(batch=1, heads=2, sinks=2)
-    state = FlowState.empty(1, 2, 4, device=DEVICE).pack()
-    with pytest.raises(ValueError, match="one token a call, got 2"):
-        decode(*inputs, state, 1.0, DEFAULT)
-    with pytest.raises(ValueError, match="contiguous"):
-        decode(*(x[:, :, :1] for x in inputs), (state[0], state[1].mT, state[2]), 1.0, DEFAULT)
-
-
 def packed_inputs(tokens, **options):
     return [x[0].transpose(0, 1).contiguous() for x in inputs_of(batch=1, sinks=tokens, **options)]
 
@@ -401,21 +355,6 @@ def test_refusals_are_reasons():
     assert len(reasons) == 2
 
 
-@pytest.mark.parametrize("variant", SUPPORTED.values(), ids=SUPPORTED)
-def test_one_token_at_a_time_leaves_the_states_before_it(variant):
-    inputs = inputs_of(batch=2, heads=4, key_heads=2, sinks=7, dim=5, value_dim=3)
-    whole, end = kernels.recurrent(*inputs, None, None, 1.0, variant)
-    state, results = None, []
-    for t in range(7):
-        before = None if state is None else [x.clone() for x in state]
-        result, after = kernels.recurrent(*(x[:, :, t : t + 1] for x in inputs), None, state, 1.0, variant)
-        assert state is None or all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
-        results, state = [*results, result], after
-    torch.testing.assert_close(torch.cat(results, 2), whole, rtol=1e-5, atol=1e-6)
-    for part, other in zip(state, end, strict=True):
-        torch.testing.assert_close(part, other, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_gradients_less_is_kept_and_the_result_is_the_same(count, monkeypatch):
     segments(monkeypatch, count, 2)
@@ -493,6 +432,18 @@ def test_captured_in_a_graph_on_another_stream():
     result.fill_(torch.nan)
     graph.replay()
     assert torch.equal(result, expected)
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_a_device_that_is_not_the_current_one():
+    inputs = inputs_of(torch.bfloat16, batch=2, heads=2, sinks=130, dim=64)
+    elsewhere = [x.to("cuda:1") for x in inputs]
+    # the second time, the kernels are launched again
+    for _ in range(2):
+        for one, other in zip(with_gradients(run(), elsewhere), with_gradients(run(), inputs), strict=True):
+            assert one.device.index == 1
+            assert torch.equal(one.cpu(), other.cpu())
 
 
 @gpu
