@@ -112,12 +112,12 @@ def _reference_bidirectional(query, key, value, query_mask, key_mask, scale, var
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
 
 
-def _torch_causal(*args) -> Tensor:
-    return library.causal(*args)[0]
+def _torch_causal(query, key, value, mask, scale, variant) -> Tensor:
+    return library.causal(query, key, value, mask, None, scale, variant)[0]
 
 
-def _reference_causal(*args) -> Tensor:
-    return _reference_recurrent(*args)[0]
+def _reference_causal(query, key, value, mask, scale, variant) -> Tensor:
+    return _reference_recurrent(query, key, value, mask, None, scale, variant)[0]
 
 
 def _reference_recurrent(query, key, value, mask, state, scale, variant) -> tuple:
@@ -135,7 +135,7 @@ def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> 
         q = query[start_q : start_q + length_q].transpose(0, 1)[None]
         k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
         if is_causal:
-            out = _reference_causal(q, k, v, None, None, scale, variant)
+            out = _reference_causal(q, k, v, None, scale, variant)
         else:
             out = _reference_bidirectional(q, k, v, None, None, scale, variant)
         parts.append(out[0].transpose(0, 1))

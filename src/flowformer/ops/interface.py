@@ -67,7 +67,7 @@ def flow_attention(
     if not is_causal:
         return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
     mask = both(query_mask, key_mask)
-    return chosen.causal(query, key, value, mask, None, scale, variant)
+    return chosen.causal(query, key, value, mask, scale, variant)
 
 
 def flow_attention_recurrent(

@@ -37,9 +37,9 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) ->
     return reasons
 
 
-def causal(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> Tensor:
+def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
     """The result; see `flow_attention`."""
-    return _call(query, key, value, mask, state, scale, variant)[0]
+    return _call(query, key, value, mask, None, scale, variant)[0]
 
 
 def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
