@@ -58,6 +58,8 @@ def work(rank, store, results):
         torch.save(found, results)
     dist.barrier()
     dist.destroy_process_group()
+    # a thread of gloo that has not ended yet would abort a process that tidies up
+    os._exit(0)
 
 
 def batch():
