@@ -16,19 +16,21 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def attention_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = _tensors(query, key, value, 4, "(batch, heads, length, head_dim)")
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        raise ValueError(f"query, key and value need the same batch size, got {_shapes(query, key, value)}.")
-    if key.shape[2] != value.shape[2]:
-        raise ValueError(f"key and value need the same length, got {_shapes(query, key, value)}.")
-    _heads(query, key, value, enable_gqa)
+    shapes = q, k, v = query.shape, key.shape, value.shape
+    if not q[0] == k[0] == v[0]:
+        raise ValueError(f"query, key and value need the same batch size, got {_named(*shapes)}.")
+    if k[2] != v[2]:
+        raise ValueError(f"key and value need the same length, got {_named(*shapes)}.")
+    _heads(*shapes, enable_gqa)
     return query, key, value
 
 
 def packed_inputs(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = _tensors(query, key, value, 3, "(tokens, heads, head_dim), all sequences one after another")
+    shapes = query.shape, key.shape, value.shape
     if key.shape[0] != value.shape[0]:
-        raise ValueError(f"key and value need the same number of tokens, got {_shapes(query, key, value)}.")
-    _heads(query, key, value, enable_gqa)
+        raise ValueError(f"key and value need the same number of tokens, got {_named(*shapes)}.")
+    _heads(*shapes, enable_gqa)
     return query, key, value
 
 
@@ -131,52 +133,45 @@ def variant(variant: FlowVariant | str) -> FlowVariant:
 
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = {"query": query, "key": key, "value": value}
-    for name, x in inputs.items():
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
         if x.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions, {layout}, got shape {tuple(x.shape)}.")
-    dtypes = {query.dtype, key.dtype, value.dtype}
-    if not dtypes.issubset(DTYPES):
-        raise TypeError(f"attention takes float64, float32, bfloat16 or float16, got {_dtypes(inputs)}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"attention takes float64, float32, bfloat16 or float16, got {name} {x.dtype}.")
     if not query.device == key.device == value.device:
-        given = ", ".join(f"{name} on {x.device}" for name, x in inputs.items())
+        given = f"query on {query.device}, key on {key.device}, value on {value.device}"
         raise ValueError(f"query, key and value must be on one device, got {given}.")
-    if len(dtypes) > 1:
+    if not query.dtype == key.dtype == value.dtype:
         # autocast leaves norms in float32 and rounds projections: what then meets here is rounded, as SDPA's inputs are
         device = query.device.type
         if not torch.is_autocast_enabled(device):
-            raise TypeError(f"query, key and value need one dtype, got {_dtypes(inputs)}.")
+            given = _named(query.dtype, key.dtype, value.dtype)
+            raise TypeError(f"query, key and value need one dtype, got {given}.")
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return query, key, value
 
 
-def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _heads(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> None:
     # the second axis, packed or not
-    heads, key_heads = query.shape[1], key.shape[1]
-    if key_heads != value.shape[1]:
-        raise ValueError(f"key and value need the same number of heads, got {_shapes(query, key, value)}.")
+    heads, key_heads = query[1], key[1]
+    if key_heads != value[1]:
+        raise ValueError(f"key and value need the same number of heads, got {_named(query, key, value)}.")
     if heads != key_heads and not enable_gqa:
         raise ValueError(
-            f"query and key need the same number of heads, got {_shapes(query, key, value)}. "
+            f"query and key need the same number of heads, got {_named(query, key, value)}. "
             "For key heads shared by several query heads pass enable_gqa=True."
         )
     if heads != key_heads and (key_heads == 0 or heads % key_heads):
-        raise ValueError(
-            f"with enable_gqa the key heads must divide the query heads, got {_shapes(query, key, value)}."
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key need the same head dimension, got {_shapes(query, key, value)}.")
-    if query.shape[-1] == 0:
-        raise ValueError(f"the head dimension must be at least 1, got {_shapes(query, key, value)}.")
+        raise ValueError(f"with enable_gqa the key heads must divide the query heads, got {_named(query, key, value)}.")
+    if query[-1] != key[-1]:
+        raise ValueError(f"query and key need the same head dimension, got {_named(query, key, value)}.")
+    if query[-1] == 0:
+        raise ValueError(f"the head dimension must be at least 1, got {_named(query, key, value)}.")
 
 
-# only for a message: a call on a GPU waits for every microsecond before it
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-
-
-def _dtypes(inputs: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {x.dtype}" for name, x in inputs.items())
+def _named(query: object, key: object, value: object) -> str:
+    query, key, value = (tuple(x) if isinstance(x, torch.Size) else x for x in (query, key, value))
+    return f"query {query}, key {key}, value {value}"

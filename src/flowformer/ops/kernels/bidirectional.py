@@ -35,7 +35,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import Kernel, Launched, aligned, contiguous, dense, device_of, signature
+from .launch import MANY, Argument, Kernel, Launches, aligned, contiguous, dense, signature
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,60 +107,34 @@ class _Bidirectional(torch.autograd.Function):
 def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
     query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
-    sizes = _kept_sizes(query, key, value, query_bounds, keep)
-    kept = torch.empty(sum(sizes), dtype=torch.float32, device=query.device)
-    nothing = 0 in (*query.shape, *value.shape)
+    nothing = not (query.numel() and value.numel())
     if nothing or query_bounds is not None:
         # a token that belongs to no sequence is written by nobody
         result.zero_()
     if nothing:
-        return result, kept if keep else kept.new_empty(0)
+        return result, _empty_kept(query, key, value, query_bounds, keep)
 
-    query_mask, key_mask = contiguous(query_mask), contiguous(key_mask)
-    extras = query_mask, key_mask, query_bounds, key_bounds
+    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
     plan = _planned((query, key, value, result), extras, longest, keep, options)
-    incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
-    partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
-    with device_of(query):
-        plan.launch("sums", query, key, *extras, partial)
-        plan.launch("flows", query, key, *extras, partial, incoming, outgoing)
-        plan.launch("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
-        plan.launch("finish", partial, records)
-        plan.launch("result", query, result, query_mask, query_bounds, records, incoming, allocation)
-    return result, kept if keep else kept.new_empty(0)
+    kept, scratch = plan.empty(plan.kept), plan.empty(plan.scratch)
+    plan.launches((query, key, value, *extras, result, kept, scratch), plan.forward)
+    return result, kept
 
 
 def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):
-    grads = tuple((torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value))
-    if 0 in (*query.shape, *value.shape):
+    grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
+    if not (query.numel() and value.numel()):
         return tuple(x.zero_() for x in grads)
-    grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
-    outs = grad_query, grad_key, grad_value = tuple(dense(x) for x in grads)
+    tensors = *(dense(x) for x in (query, key, value, grad)), *(outs := [dense(x) for x in grads])
 
-    query_mask, key_mask = contiguous(query_mask), contiguous(key_mask)
-    extras = query_mask, key_mask, query_bounds, key_bounds
-    plan = _planned((query, key, value, grad, *outs), extras, longest, True, options)
-    sizes = _kept_sizes(query, key, value, query_bounds, True)
-    incoming, allocation, outgoing, conserved_outgoing, records = kept.split_with_sizes(sizes)
-    scratch = [sizes[0], sizes[2], sizes[2], plan.partial, sizes[4], plan.products]
-    exchange, grad_outgoing, grad_conserved, partial, grad_records, products = torch.empty(
-        sum(scratch), dtype=torch.float32, device=query.device
-    ).split_with_sizes(scratch)
-    sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
-    per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
-    with device_of(query):
-        plan.launch("grad_memory", query, grad, *sinks)
-        plan.launch("grad_finish", partial, records, grad_records, products)
-        sources = key_mask, key_bounds, records, partial, grad_records
-        plan.launch("grad_competition", key, value, *sources, products, *per_source)
-        plan.launch("grad_query", query, grad, grad_query, *sinks)
-        plan.launch("grad_source", key, value, grad_key, grad_value, *sources, *per_source)
+    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
+    plan = _planned(tensors, extras, longest, True, options)
+    plan.launches((*tensors, *extras, kept, plan.empty(plan.scratch)), plan.backward)
     return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
 
 
 def _fake_forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *_):
-    kept = sum(_kept_sizes(query, key, value, query_bounds, True)) if keep else 0
-    return empty_result(query, value.shape[-1]), query.new_empty(kept, dtype=torch.float32)
+    return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep)
 
 
 def _fake_backward(grad, query, key, value, *_):
@@ -189,30 +163,56 @@ class Plan:
     """What calls of one kind are launched with: to work that out anew takes longer than the launches themselves."""
 
     device: torch.device
-    partial: int  # numbers in all records of all segments
-    products: int  # numbers of ⟨S, dS⟩
+    kept: list[int]  # how many numbers what the backward pass needs takes; none where there is no such pass
+    scratch: list[int]  # and what only this one needs
     grids: dict[str, tuple[int, int, int]]
     numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
     constants: dict[str, dict]
-    launches: dict[str, configs.Launch]
-    launched: Launched = field(default_factory=Launched)
+    shapes: dict[str, configs.Launch]
+    launches: Launches = field(default_factory=Launches)
 
-    def launch(self, name: str, *tensors: Tensor | None) -> None:
-        self.launched(name, tensors, lambda: self._kernel(name))
+    def empty(self, sizes: list[int]) -> Tensor:
+        """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
+        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
 
-    def _kernel(self, name: str) -> Kernel:
+    def forward(self, query, key, value, query_mask, key_mask, query_bounds, key_bounds, result, kept, scratch):
+        extras = query_mask, key_mask, query_bounds, key_bounds
+        numbers = *kept.split(self.kept), *scratch.split(self.scratch)
+        incoming, allocation, outgoing, conserved_outgoing, records, partial = numbers
+        yield self._kernel("sums", query, key, *extras, partial)
+        yield self._kernel("flows", query, key, *extras, partial, incoming, outgoing)
+        yield self._kernel("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
+        yield self._kernel("finish", partial, records)
+        yield self._kernel("result", query, result, query_mask, query_bounds, records, incoming, allocation)
+
+    def backward(
+        self, query, key, value, grad, grad_query, grad_key, grad_value, query_mask, key_mask, query_bounds,
+        key_bounds, kept, scratch,
+    ):  # fmt: skip
+        incoming, allocation, outgoing, conserved_outgoing, records = kept.split(self.kept)
+        exchange, grad_outgoing, grad_conserved, grad_records, products, partial = scratch.split(self.scratch)
+        sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
+        sources = key_mask, key_bounds, records, partial, grad_records
+        per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
+        yield self._kernel("grad_memory", query, grad, *sinks)
+        yield self._kernel("grad_finish", partial, records, grad_records, products)
+        yield self._kernel("grad_competition", key, value, *sources, products, *per_source)
+        yield self._kernel("grad_query", query, grad, grad_query, *sinks)
+        yield self._kernel("grad_source", key, value, grad_key, grad_value, *sources, *per_source)
+
+    def _kernel(self, name: str, *arguments: Argument | None) -> Kernel:
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
-        kernel = Kernel(getattr(module, name), self.grids[name], self.numbers[name], self.constants[name])
-        return kernel._replace(warps=self.launches[name].warps) if name in self.launches else kernel
+        function, warps = getattr(module, name), self.shapes[name].warps if name in self.shapes else 4
+        return Kernel(function, self.grids[name], arguments, self.numbers[name], self.constants[name], warps)
 
 
 def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
     # everything that Triton compiles for is in the key
-    kinds = signature(tensors), signature(extras), tensors[0].device, float32_precision()
-    return _plan(*kinds, longest, keep, options)
+    precision = float32_precision() if tensors[0].dtype == torch.float32 else None
+    return _plan(signature(tensors), signature(extras), tensors[0].device, precision, longest, keep, options)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=MANY)
 def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     scale, variant = options[0], FlowVariant(*options[1:])
     (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, *_ in tensors[:3])
@@ -221,7 +221,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     records = heads * (batch if bounds is None else bounds[0][0] - 1)
     align, strides = _strides(tensors)
     block_d = max(16, triton.next_power_of_2(dim))
-    launches = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
+    shapes = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
     multiply = {torch.float32: precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if multiply == "bf16" and dim < 8:
         # the rounding of so few features does not average out
@@ -254,7 +254,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         "grad_query": tiled | allocation,
         "grad_source": tiled | shared | competition,
     }
-    for name, shape in launches.items():
+    for name, shape in shapes.items():
         eye = shape.eye and multiply in ("bf16", "bf16x3") and block_d <= 128
         constants[name] |= {"BLOCK": shape.block, "STAGES": shape.stages, "EYE": eye}
     if heads != key_heads:
@@ -272,8 +272,12 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     flow = scale, variant.eps, variant.flow_eps
     clamp = math.inf if variant.clamp is None else variant.clamp
     of_sinks, of_sources = (sinks, heads, segments), (sources, heads, segments)
+    kept = _kept_sizes(batch * heads, records, sinks, sources, dim, value_dim)
+    partial = records * segments * _record_size(dim, value_dim)
     if len(strides) == 4:
         q, k, v, r = strides
+        # without a backward pass α, O and Ô are not there
+        scratch = [partial] if keep else [kept[0], 0, 0, 0, kept[4], partial]
         numbers = {
             "sums": (*q, *k, sinks, *of_sources, scale),
             "flows": (*q, *k, sinks, *of_sources, *flow),
@@ -283,6 +287,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         }
     else:
         q, k, v, g, gq, gk, gv = strides
+        scratch = [kept[0], kept[2], kept[2], kept[4], aligned(records * chunks), partial]
         numbers = {
             "grad_memory": (*q, *g, *of_sinks, scale, variant.eps),
             "grad_finish": (segments,),
@@ -290,8 +295,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
             "grad_query": (*q, *g, *gq, *of_sinks, scale, variant.eps),
             "grad_source": (*k, *v, *gk, *gv, *of_sources, scale, variant.eps, clamp),
         }
-    partial = records * segments * _record_size(dim, value_dim)
-    return Plan(device, partial, records * chunks, grids, numbers, constants, launches)
+    return Plan(device, kept if keep else [], scratch, grids, numbers, constants, shapes)
 
 
 def _strides(tensors) -> tuple[int, list[list[int]]]:
@@ -304,12 +308,17 @@ def _strides(tensors) -> tuple[int, list[list[int]]]:
     return align, [[batch // align, head // align, row] for batch, head, row in strides]
 
 
-def _kept_sizes(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> list[int]:
-    """How many numbers I, α, O, Ô and the records take; without a backward pass, only I and the records are there."""
-    batch, heads, length, dim = query.shape
-    sinks, sources = aligned(batch * heads * length), aligned(batch * heads * key.shape[2])
-    records = (batch if bounds is None else bounds.shape[0] - 1) * heads * _record_size(dim, value.shape[-1])
-    return [sinks, sinks, sources, sources, records] if keep else [sinks, 0, 0, 0, records]
+def _kept_sizes(rows, records, sinks, sources, dim: int, value_dim: int) -> list:
+    """How many numbers I, α, O, Ô and the records take; symbolic if the lengths are."""
+    sinks, sources = aligned(rows * sinks), aligned(rows * sources)
+    return [sinks, sinks, sources, sources, aligned(records * _record_size(dim, value_dim))]
+
+
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> Tensor:
+    (batch, heads, sinks, dim), sources = query.shape, key.shape[2]
+    records = heads * (batch if bounds is None else bounds.shape[0] - 1)
+    sizes = _kept_sizes(batch * heads, records, sinks, sources, dim, value.shape[-1]) if keep else []
+    return query.new_empty(sum(sizes), dtype=torch.float32)
 
 
 def _record_size(dim: int, value_dim: int) -> int:

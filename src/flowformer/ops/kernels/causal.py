@@ -16,10 +16,9 @@ from .. import library, torch_backend
 from ..state import empty_state
 from ..torch_causal import State
 from ..variant import FlowVariant
-from . import causal_backward, causal_forward
 from .causal_plan import config, kept_sizes, plan_of, sequences, state_sizes
 from .decode import decode
-from .launch import contiguous, dense, device_of
+from .launch import contiguous, dense
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
@@ -125,70 +124,10 @@ def forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalar
     result = torch_backend.empty_result(query, value.shape[3])
     if bounds is not None:
         result.zero_()
-    kept = torch.empty(sum(plan.kept), dtype=torch.float32, device=query.device)
-    end = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
-    flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
-    end_sums, end_memory, end_scalars = end.split_with_sizes(plan.state)
-    shapes, split = plan.config, plan.segments > 1
-    positions = None if mask is None else _signed_positions(mask)
-    inputs = query, key, positions, bounds
-    features, kinds = plan.features, {"SPLIT": split, "KEEP": keep}
-    partial = conserved = local_flows = local_sums = None
-    with device_of(query):
-        if split:
-            partial, conserved, totals, increments, local_flows, local_sums = plan.empty(plan.forward_scratch)
-            plan.launch(
-                causal_forward.sums_kernel,
-                shapes.sums,
-                (*inputs, partial),
-                lambda: ((*_strides(query, key), *plan.tokens, variant.eps), features),
-            )
-        plan.launch(
-            causal_forward.flows_kernel,
-            shapes.flows,
-            (
-                *inputs, sums, scalars, partial, conserved, flows, chunk_sums, local_flows, local_sums, logs, end_sums,
-                end_scalars,
-            ),
-            lambda: (
-                (plan.plane, *_strides(query, key), *plan.tokens, variant.eps, variant.flow_eps, plan.clamp),
-                {**features, **plan.roles, **kinds},
-            ),
-        )  # fmt: skip
-        if split:
-            plan.launch(
-                causal_forward.conserve_kernel,
-                shapes.sums,
-                (*inputs[1:], sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums, totals, end_sums),
-                lambda: (
-                    (plan.plane, *_strides(key), *plan.tokens, variant.eps, plan.clamp),
-                    {**features, **plan.competition, "KEEP": keep},
-                ),
-            )
-            plan.launch(
-                causal_forward.memory_kernel,
-                shapes.memory,
-                (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
-                lambda: (
-                    (plan.plane, *_strides(key, value), *plan.tokens, variant.eps, plan.clamp),
-                    {**features, **plan.values, **plan.competition},
-                ),
-                tiles=plan.value_tiles,
-            )
-            plan.scan(increments, memory, memories, end_memory, reverse=False)
-        plan.launch(
-            causal_forward.output_kernel,
-            shapes.output,
-            (
-                query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
-                logs, memories, end_memory,
-            ),
-            lambda: (
-                (plan.plane, *_strides(query, key, value, result), *plan.tokens, variant.eps, plan.clamp),
-                {**features, **plan.values, **plan.roles, **kinds},
-            ),
-            tiles=plan.value_tiles,
-        )  # fmt: skip
+    kept, end = plan.empty(plan.kept), plan.empty(plan.state)
+    scratch = plan.empty(plan.forward_scratch) if plan.forward_scratch else None
+    inputs = query, key, value, _positions(mask), bounds, sums, memory, scalars
+    plan.launches((*inputs, result, kept, end, scratch), plan.forward)
     return result, end, kept
 
 
@@ -214,71 +153,9 @@ def backward(
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
     tensors = query, key, value, mask, bounds, grad, grad_end, scalars, result, kept
     plan = plan_of(tensors, longest, True, scale, variant)
-    start = torch.empty(sum(plan.state), dtype=torch.float32, device=query.device)
-    start_sums, start_memory, start_scalars = start.split_with_sizes(plan.state)
-    grad_sums = grad_memory = grad_scalars = None
-    if grad_end is not None:
-        grad_sums, grad_memory, grad_scalars = grad_end.split_with_sizes(plan.state)
-    flows, chunk_sums, logs, memories = kept.split_with_sizes(plan.kept)
-    grads, after, partial, carried, *apart = plan.empty(plan.backward_scratch)
-    split, tiles, shapes, counted = plan.segments > 1, plan.value_tiles, plan.config, {"TILES": plan.value_tiles}
-    positions = None if mask is None else _signed_positions(mask)
-    inputs = query, key, positions, bounds, scalars
-    features, kinds = plan.features | counted, {**plan.competition, "SPLIT": split}
-    grad_memories, conserved, reaching = grad_memory, None, None
-    with device_of(query):
-        if split:
-            conserved, reaching, increments, grad_memories = apart
-            plan.launch(
-                causal_backward.grad_memory_kernel,
-                shapes.grad_memory,
-                (query, grad, result, positions, bounds, flows, grads, increments, conserved),
-                lambda: (
-                    (plan.plane, *_strides(query, grad, result), *plan.tokens, variant.eps),
-                    features | plan.values,
-                ),
-                tiles=tiles,
-            )
-            plan.scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
-        tokens = query, key, value, grad, result, grad_value
-        plan.launch(
-            causal_backward.value_gradient_kernel,
-            shapes.value_gradient,
-            (
-                *tokens, *inputs[2:], flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching,
-            ),
-            lambda: (
-                (plan.plane, *_strides(*tokens), *plan.tokens, variant.eps, plan.clamp),
-                features | plan.values | kinds,
-            ),
-            tiles=tiles,
-        )  # fmt: skip
-        plan.launch(
-            causal_backward.flow_gradient_kernel,
-            shapes.flow_gradient,
-            (
-                *inputs, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial, after,
-                start_sums, start_scalars,
-            ),
-            lambda: (
-                (plan.plane, *_strides(query, key), *plan.tokens, variant.eps, plan.clamp),
-                features | kinds,
-            ),
-        )  # fmt: skip
-        sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
-        for reverse, balance in plan.gradients:
-            *sources, states = sides[reverse]
-            plan.launch(
-                causal_backward.gradient_kernel,
-                shapes.gradient,
-                (*sources, *inputs[2:], grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
-                lambda sources=sources, reverse=reverse, balance=balance: (
-                    (plan.plane, *_strides(*sources), *plan.tokens, variant.eps),
-                    features | plan.gradient(value_dim, reverse, balance, variant.eps),
-                ),
-                tiles=plan.feature_tiles,
-                name=(reverse, balance),
-            )
+    start, scratch = plan.empty(plan.state), plan.empty(plan.backward_scratch)
+    outs = grad_query, grad_key, grad_value, start, scratch
+    plan.launches((*tensors[:3], _positions(mask), *tensors[4:], *outs), plan.backward)
     if shared > 1:
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, start
@@ -293,11 +170,10 @@ def empty_outputs(query, value, bounds, longest, keep, feature_map):
     return torch_backend.empty_result(query, value.shape[3]), end, kept
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _signed_positions(mask: Tensor) -> Tensor:
+def _positions(mask: Tensor | None) -> Tensor | None:
+    """How many tokens of a sequence there are up to each, negative where it is none itself."""
+    if mask is None:
+        return None
     positions = mask.cumsum(1, dtype=torch.int32)
     return torch.where(mask, positions, -positions)
 

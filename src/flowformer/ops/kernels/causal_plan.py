@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_parts
 from .features import fast
-from .launch import MANY, Kernel, Launched, aligned, signature
+from .launch import MANY, Argument, Kernel, Launches, aligned, signature
 
 PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
 ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
@@ -93,6 +93,7 @@ class Plan:
         self.config = config(query, value, variant.feature_map)
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
+        self.eps, self.flow_eps = variant.eps, variant.flow_eps
         self.clamp = float("inf") if variant.clamp is None else variant.clamp
         # without a scale, kernels are compiled to spare the product
         self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, None if scale == 1 else scale
@@ -114,8 +115,9 @@ class Plan:
         self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
         self.competition = {"COMPETITION": variant.competition != "none"}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
+        self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
         self.device = query.device
-        self.launched = Launched()
+        self.launches = Launches()
         # the launches for the gradients of queries, then of keys (in reverse), and how they are balanced
         tiled = [(0, "measure"), (0, "measured")] if query.dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
@@ -128,7 +130,7 @@ class Plan:
         vectors = 2 * rows * segments * dim
         # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
         forward = vectors, vectors, rows * segments, memories, 2 * self.plane, sums // 2
-        self.forward_scratch = [aligned(size) for size in forward]
+        self.forward_scratch = [aligned(size) for size in forward] if segments > 1 else []
         # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
         planes = causal_backward.GRAD_PLANES.value + 2 * tiles
         if (0, "measure") in self.gradients:
@@ -139,38 +141,136 @@ class Plan:
             backward += [vectors * tiles, vectors // 2, memories, memories]
         self.backward_scratch = [aligned(size) for size in backward]
 
-    def launch(self, kernel, shape: Shape, tensors: tuple, rest: Callable, *, tiles=1, name=()) -> None:
-        """Runs a kernel on every head, segment and tile; `name` tells its uses apart.
+    def empty(self, sizes: list[int]) -> Tensor:
+        """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
+        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
 
-        The first time, `rest` is asked for its numbers and its constants: they are the same in all calls of a plan.
-        """
+    def forward(
+        self, query, key, value, positions, bounds, sums, memory, scalars, result, kept, end, scratch
+    ) -> Iterator[Kernel]:
+        """The kernels of a forward pass. Arguments: as `causal.forward` has them, and what it allocates."""
+        flows, chunk_sums, logs, memories = kept.split(self.kept)
+        end_sums, end_memory, end_scalars = end.split(self.state)
+        shapes, kinds = self.config, self.split | self.keep
+        partial = conserved = local_flows = local_sums = None
+        if self.segments > 1:
+            partial, conserved, totals, increments, local_flows, local_sums = scratch.split(self.forward_scratch)
+            yield self._kernel(
+                causal_forward.sums_kernel,
+                shapes.sums,
+                (query, key, positions, bounds, partial),
+                (*_strides(query, key), *self.tokens, self.eps),
+                self.features,
+            )
+        yield self._kernel(
+            causal_forward.flows_kernel,
+            shapes.flows,
+            (
+                query, key, positions, bounds, sums, scalars, partial, conserved, flows, chunk_sums, local_flows,
+                local_sums, logs, end_sums, end_scalars,
+            ),
+            (self.plane, *_strides(query, key), *self.tokens, self.eps, self.flow_eps, self.clamp),
+            self.features | self.roles | kinds,
+        )  # fmt: skip
+        if self.segments > 1:
+            yield self._kernel(
+                causal_forward.conserve_kernel,
+                shapes.sums,
+                (
+                    key, positions, bounds, sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums,
+                    totals, end_sums,
+                ),
+                (self.plane, *_strides(key), *self.tokens, self.eps, self.clamp),
+                self.features | self.competition | self.keep,
+            )  # fmt: skip
+            yield self._kernel(
+                causal_forward.memory_kernel,
+                shapes.memory,
+                (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
+                (self.plane, *_strides(key, value), *self.tokens, self.eps, self.clamp),
+                self.features | self.values | self.competition,
+                tiles=self.value_tiles,
+            )
+            yield self._scan(increments, memory, memories, end_memory, reverse=False)
+        yield self._kernel(
+            causal_forward.output_kernel,
+            shapes.output,
+            (
+                query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
+                logs, memories, end_memory,
+            ),
+            (self.plane, *_strides(query, key, value, result), *self.tokens, self.eps, self.clamp),
+            self.features | self.values | self.roles | kinds,
+            tiles=self.value_tiles,
+        )  # fmt: skip
 
-        def describe() -> Kernel:
-            numbers, constants = rest()
-            constants = {**constants, "C": self.config.chunk, "STAGES": shape.stages}
-            return Kernel(kernel, (self.rows, self.segments, tiles), numbers, constants, shape.warps)
+    def backward(
+        self, query, key, value, positions, bounds, grad, grad_end, scalars, result, kept, grad_query, grad_key,
+        grad_value, start, scratch,
+    ) -> Iterator[Kernel]:  # fmt: skip
+        """The kernels of a backward pass. Arguments: as `causal.backward` has them, and what it allocates."""
+        flows, chunk_sums, logs, memories = kept.split(self.kept)
+        start_sums, start_memory, start_scalars = start.split(self.state)
+        grad_sums, grad_memory, grad_scalars = (None, None, None) if grad_end is None else grad_end.split(self.state)
+        grads, after, partial, carried, *apart = scratch.split(self.backward_scratch)
+        shapes, kinds = self.config, self.competition | self.split
+        features = self.features | {"TILES": self.value_tiles}
+        everything, extras = (query, key, value, grad, result, grad_value), (positions, bounds, scalars)
+        grad_memories, conserved, reaching = grad_memory, None, None
+        if self.segments > 1:
+            conserved, reaching, increments, grad_memories = apart
+            yield self._kernel(
+                causal_backward.grad_memory_kernel,
+                shapes.grad_memory,
+                (query, grad, result, positions, bounds, flows, grads, increments, conserved),
+                (self.plane, *_strides(query, grad, result), *self.tokens, self.eps),
+                features | self.values,
+                tiles=self.value_tiles,
+            )
+            yield self._scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
+        yield self._kernel(
+            causal_backward.value_gradient_kernel,
+            shapes.value_gradient,
+            (*everything, *extras, flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching),
+            (self.plane, *_strides(*everything), *self.tokens, self.eps, self.clamp),
+            features | self.values | kinds,
+            tiles=self.value_tiles,
+        )
+        yield self._kernel(
+            causal_backward.flow_gradient_kernel,
+            shapes.flow_gradient,
+            (
+                query, key, *extras, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial,
+                after, start_sums, start_scalars,
+            ),
+            (self.plane, *_strides(query, key), *self.tokens, self.eps, self.clamp),
+            features | kinds,
+        )  # fmt: skip
+        sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
+        for reverse, balance in self.gradients:
+            *tokens, states = sides[reverse]
+            constants = {"BLOCK_D": self.tile_d, "E": value.tensor.shape[3], "BLOCK_E": self.block_e}
+            raised = self.features["DOT"] != tl.bfloat16 or self.eps > SMALL
+            yield self._kernel(
+                causal_backward.gradient_kernel,
+                shapes.gradient,
+                (*tokens, *extras, grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
+                (self.plane, *_strides(*tokens), *self.tokens, self.eps),
+                features | constants | {"BALANCE": balance, "RAISED": raised, "REVERSE": reverse},
+                tiles=self.feature_tiles,
+            )
 
-        self.launched((kernel, name), tensors, describe)
+    def _kernel(self, function, shape: Shape, arguments, numbers, constants: dict, tiles=1) -> Kernel:
+        """A kernel for every head, segment and tile."""
+        constants = constants | {"C": self.config.chunk, "STAGES": shape.stages}
+        return Kernel(function, (self.rows, self.segments, tiles), arguments, numbers, constants, shape.warps)
 
-    def scan(self, partial, begin, before, end, *, reverse: bool) -> None:
+    def _scan(self, *arguments: Argument | None, reverse: bool) -> Kernel:
         """Adds up the memories of the segments before each, after each in reverse."""
-
-        def describe() -> Kernel:
-            block = min(256, triton.next_power_of_2(self.width))
-            constants = {"WIDTH": self.width, "BLOCK": block, "REVERSE": reverse}
-            grid = self.rows, triton.cdiv(self.width, block), 1
-            return Kernel(causal_forward.scan_kernel, grid, (self.segments,), constants)
-
-        self.launched("scan", (partial, begin, before, end), describe)
-
-    def gradient(self, value_dim: int, reverse: int, balance: str, eps: float) -> dict:
-        """The constants of the gradient of queries, or in reverse of keys."""
-        constants = {"BLOCK_D": self.tile_d, "E": value_dim, "BLOCK_E": self.block_e, "BALANCE": balance}
-        return constants | {"RAISED": self.features["DOT"] != tl.bfloat16 or eps > SMALL, "REVERSE": reverse}
-
-    def empty(self, sizes: list[int]) -> tuple[Tensor, ...]:
-        """Uninitialised numbers, in pieces of one tensor: to ask for several takes longer than a kernel runs."""
-        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device).split_with_sizes(sizes)
+        block = min(256, triton.next_power_of_2(self.width))
+        constants = {"WIDTH": self.width, "BLOCK": block, "REVERSE": reverse}
+        grid = self.rows, triton.cdiv(self.width, block), 1
+        return Kernel(causal_forward.scan_kernel, grid, arguments, (self.segments,), constants)
 
 
 _plans: dict[tuple, Plan] = {}
@@ -216,6 +316,10 @@ def kept_sizes(query, value, rows, longest, chunk, keep: bool) -> list[int]:
 
 def sequences(query: Tensor, bounds: Tensor | None):
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
+
+
+def _strides(*arguments: Argument) -> list[int]:
+    return [stride for x in arguments for stride in x.tensor.stride()[:3]]
 
 
 def _block(dim: int) -> int:

@@ -6,6 +6,8 @@ memory (B, H, D, E) and scalars (B, H, 3), as in `FlowState`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
-from .launch import Kernel, Launched, device_of, signature
+from .launch import MANY, Kernel, Launches, signature
 
 
 @triton.jit
@@ -101,7 +103,9 @@ def decode(
     return torch.ops.flowformer.triton_decode(query, key, value, mask, *state, scale, *variant.as_args())
 
 
-_launched = Launched()
+@functools.lru_cache(maxsize=MANY)
+def _launches(kind) -> Launches:
+    return Launches()
 
 
 def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
@@ -110,13 +114,13 @@ def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
         return result
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     tensors = query, key, value, mask, result, sums, memory, scalars
-    with device_of(query):
-        kind = signature(tensors), query.device, scale, options
-        _launched(kind, tensors, lambda: _kernel(query, key, value, mask, result, scale, FlowVariant(*options)))
+    launches = _launches((signature(tensors), query.device, scale, options))
+    launches(tensors, lambda *arguments: [_kernel(arguments, tensors, scale, FlowVariant(*options))])
     return result
 
 
-def _kernel(query, key, value, mask, result, scale, variant: FlowVariant) -> Kernel:
+def _kernel(arguments, tensors, scale: float, variant: FlowVariant) -> Kernel:
+    query, key, value, mask, result, *_ = tensors
     (batch, heads, _, dim), value_dim = query.shape, value.shape[-1]
     block = triton.next_power_of_2(dim)
     numbers = (
@@ -133,7 +137,7 @@ def _kernel(query, key, value, mask, result, scale, variant: FlowVariant) -> Ker
         "COMPETITION": variant.competition != "none",
         "ALLOCATION": variant.allocation != "none",
     }
-    return Kernel(decode_kernel, (batch * heads, 1, 1), numbers, constants)
+    return Kernel(decode_kernel, (batch * heads, 1, 1), arguments, numbers, constants)
 
 
 def _fake_decode(query, key, value, *_):

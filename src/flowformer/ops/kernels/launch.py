@@ -1,70 +1,103 @@
 """How kernels are launched, and launched again: what Triton finds out about every argument of every call takes longer
-than the kernel of a short sequence, and is the same for every call of one plan."""
+than the kernels of a short sequence, and is the same for all calls of one kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-MANY = 512  # kinds of calls, after which all are forgotten
+MANY = 512  # kinds of calls, after which the oldest, or all, are forgotten
+
+
+class Argument(NamedTuple):
+    """A tensor of a call, or a piece of a flat one, known by its place: two may be one tensor, but not next time."""
+
+    tensor: Tensor
+    place: int  # among the tensors of the call
+    start: int = 0  # bytes before it
+
+    def split(self, sizes: Sequence[int]) -> list[Argument]:
+        parts = self.tensor.split_with_sizes(list(sizes))
+        starts = accumulate((part.nbytes for part in parts), initial=self.start)
+        return [Argument(part, self.place, start) for part, start in zip(parts, starts, strict=False)]
 
 
 class Kernel(NamedTuple):
-    """A kernel and what it is launched with beside tensors."""
+    """A kernel and what it is launched with."""
 
     function: Any
     grid: tuple[int, int, int]
-    numbers: Sequence[Any]  # its arguments between the tensors and the constants
+    arguments: Sequence[Argument | None]  # its first
+    numbers: Sequence[Any]  # those between the tensors and the constants
     constants: Mapping[str, Any]  # by name, all that follow
     warps: int = 4
 
 
-class Launched:
-    """Kernels that were launched before, by what tells their calls apart."""
+class Launches:
+    """The kernels of calls of one kind: described and compiled for the first of them, then only launched."""
 
     def __init__(self) -> None:
-        self._again: dict[Any, Callable[..., None] | None] = {}
+        self._again: Callable[[Sequence[Any]], None] | None = None
 
-    def __call__(self, key: Any, tensors: Sequence[Tensor | None], describe: Callable[[], Kernel]) -> None:
-        """Launches a kernel on these tensors, its first arguments; what it is, is asked for the first time only."""
-        again = self._again.get(key)
-        if again is not None:
-            again(*tensors)
-            return
-        if len(self._again) >= MANY:
-            self._again.clear()
-        self._again[key] = launch(describe(), tensors)
+    def __call__(self, tensors: Sequence[Any], describe: Callable[..., Iterable[Kernel]]) -> None:
+        """Launches what `describe` makes of the tensors, of which all but the first may be None, one after another."""
+        with device_of(tensors[0]):
+            if self._again is not None:
+                self._again(tensors)
+            else:
+                self._again = launch(tensors, describe)
 
 
-def launch(kernel: Kernel, tensors: Sequence[Tensor | None]) -> Callable[..., None] | None:
-    """Runs a kernel; what it returns runs it again with other tensors of the same kinds.
+def launch(tensors: Sequence[Any], describe: Callable[..., Iterable[Kernel]]) -> Callable[[Sequence[Any]], None] | None:
+    """Runs kernels; what it returns runs them again with other tensors of the same kinds.
 
     Returns: None in the interpreter, which has nothing to remember.
     """
-    function, grid, numbers, constants, warps = kernel
-    compiled = function[grid](*tensors, *numbers, **constants, num_warps=warps)
-    if compiled is None:
+    arguments = (None if x is None else Argument(x, place) for place, x in enumerate(tensors))
+    recorded = [_launch(kernel) for kernel in describe(*arguments)]
+    if None in recorded:
         return None
-    run, device = compiled.run, next(x.device.index for x in tensors if x is not None)
-    rest = *numbers, *(constants[name] for name in function.arg_names[len(tensors) + len(numbers) :])
-    # without the hooks of profilers
-    head = compiled.function, compiled.packed_metadata, None, None, None
+    device = tensors[0].device.index
 
-    def again(*tensors: Tensor | None) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
+    def again(tensors: Sequence[Any]) -> None:
         # Triton would ask the driver about each tensor
-        run(*grid, stream, *head, *[None if x is None else x.data_ptr() for x in tensors], *rest)
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for run, values, slots in recorded:
+            values = values.copy()
+            values[STREAM] = stream
+            for slot, place, start in slots:
+                values[slot] = pointers[place] + start
+            run(*values)
 
     return again
 
 
+STREAM = 3  # where a launcher of Triton takes it, after the grid
+
+
+def _launch(kernel: Kernel):
+    """Runs a kernel: its launcher, the values that it takes, and which of them are where in which tensor."""
+    function, grid, arguments, numbers, constants, warps = kernel
+    tensors = [None if x is None else x.tensor for x in arguments]
+    compiled = function[grid](*tensors, *numbers, **constants, num_warps=warps)
+    if compiled is None:
+        return None
+    # no stream yet, and without the hooks of profilers
+    values = [*grid, None, compiled.function, compiled.packed_metadata, None, None, None]
+    slots = [(slot, *x[1:]) for slot, x in enumerate(arguments, len(values)) if x is not None]
+    names = function.arg_names[len(tensors) + len(numbers) :]
+    return compiled.run, [*values, *(None for _ in tensors), *numbers, *(constants[name] for name in names)], slots
+
+
 def signature(tensors: Iterable[Tensor | None]) -> tuple:
     """What Triton may have compiled a kernel for, of each tensor."""
-    return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) if x is not None else None for x in tensors)
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
 
 
 def device_of(x: Tensor) -> AbstractContextManager:
@@ -75,7 +108,8 @@ def device_of(x: Tensor) -> AbstractContextManager:
 
 def dense(x: Tensor) -> Tensor:
     """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
-    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(-2) < 2**22 else x.contiguous()
+    *_, row, column = x.stride()
+    return x if (column == 1 or x.shape[-1] == 1) and row < 2**22 else x.contiguous()
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
