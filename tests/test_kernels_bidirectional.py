@@ -17,6 +17,7 @@ from flowformer import FlowVariant
 from flowformer.ops import library
 from flowformer.ops.kernels import bidirectional as kernels
 from flowformer.ops.kernels import configs
+from flowformer.ops.kernels.bidirectional import segment_count
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -26,13 +27,36 @@ HALVES = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *HALVES]
 
 
+CUT, WHOLE = 12, 10**6
+# a head that is one segment finishes its record where it is made
+either = pytest.mark.parametrize("segments", [CUT, WHOLE], indirect=True, ids=["cut", "whole"])
+
+
 @pytest.fixture(autouse=True)
-def _several_segments(monkeypatch):
-    """Short segments, so that sums over segments are tested with few tokens."""
-    monkeypatch.setattr(kernels, "SEGMENTS", ((8, 48),))
+def segments(request, monkeypatch):
+    """Short segments, unless a test asks for whole heads, so that sums over segments are tested with few tokens."""
+    size = getattr(request, "param", CUT)
+    monkeypatch.setattr(kernels, "segment_count", lambda records, longest, *_: max(1, longest // size))
     kernels._plan.cache_clear()
     yield
     kernels._plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("records", "longest", "dim", "expected"),
+    [
+        (1, 100, 64, 1),  # too short to be cut
+        (16, 2048, 64, 16),
+        (16, 2**18, 64, 16),  # all programs run at once
+        (256, 4096, 64, 1),  # already
+        (100, 8192, 64, 5),  # two rounds of 250 programs, where one would be of 200
+        (300, 4096, 64, 4),
+        (300, 1024, 64, 1),
+        (16, 16384, 8, 16),  # fewer features need more tokens
+    ],
+)
+def test_segments_leave_few_processors_idle(records, longest, dim, expected):
+    assert segment_count(records, longest, dim, slots=264) == expected
 
 
 def inputs(**options):
@@ -66,6 +90,7 @@ def compare(ours, theirs, truth):
         assert relative_error(mine, true) <= (3 if i else 2) * max(relative_error(other, true), floor), i
 
 
+@either
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(
     ("dim", "value_dim", "sinks", "sources"),
@@ -75,6 +100,7 @@ def test_error_is_that_of_plain_pytorch(dim, value_dim, sinks, sources, dtype):
     assert_as_exact(inputs(dim=dim, value_dim=value_dim, sinks=sinks, sources=sources, dtype=dtype))
 
 
+@either
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_variants(name):
     assert_as_exact(inputs(dim=8), scale=1.3, variant=SUPPORTED[name])
@@ -85,6 +111,7 @@ def test_variants_in_half_precision(name):
     assert_as_exact(inputs(dim=16, heads=1, dtype=torch.bfloat16), variant=SUPPORTED[name])
 
 
+@either
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [(torch.float32, size) for size in configs.FLOAT] + [(torch.bfloat16, size) for size in configs.HALF],
@@ -95,10 +122,12 @@ def test_every_launch_configuration(dtype, size):
     assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
 
 
+@either
 def test_more_values_than_one_program_holds():
     assert_as_exact(inputs(dim=200, value_dim=130, sinks=40, sources=20))
 
 
+@either
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padded_is_alone(side, dtype):
@@ -129,6 +158,7 @@ def test_padded_is_alone(side, dtype):
             assert relative_error(whole[row, :, mask[row]], part[0]) < tolerance
 
 
+@either
 def test_masks_with_holes():
     given = inputs(batch=2, sinks=70, sources=50, dim=5)
     generator = torch.Generator().manual_seed(3)
@@ -136,6 +166,7 @@ def test_masks_with_holes():
     assert_as_exact(given, query_mask, key_mask)
 
 
+@either
 def test_no_source_gives_zero_and_no_gradient():
     query, key, value = inputs(batch=2, sinks=9, dim=4)
     key_mask = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
@@ -163,6 +194,7 @@ def test_empty(shape):
         assert torch.equal(x, torch.zeros_like(x))
 
 
+@either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared_heads_are_repeated_heads(dtype):
     query, key, value = inputs(heads=4, key_heads=2, sinks=20, sources=17, dim=5, value_dim=3, dtype=dtype)
@@ -171,6 +203,7 @@ def test_shared_heads_are_repeated_heads(dtype):
     assert torch.equal(run(query, key, value), run(query, *repeated))
 
 
+@either
 def test_packed_is_the_loop():
     bounds_q, bounds_k = [0, 40, 40, 41, 110], [0, 3, 50, 50, 90]
     query, key, value = (
@@ -252,6 +285,7 @@ def test_gradient_of_a_sum():
     assert all(torch.equal(x, y) for x, y in zip(expanded, whole, strict=True))
 
 
+@either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitwise_repeatable(dtype):
     given = inputs(sinks=100, dim=8, heads=2, key_heads=1, dtype=dtype)
@@ -259,6 +293,7 @@ def test_bitwise_repeatable(dtype):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+@either
 def test_every_number_is_written(monkeypatch):
     """Fresh memory is NaN: what is read before it is written spoils the result."""
     given = inputs(sinks=70, sources=40, dim=5, value_dim=3, heads=2, key_heads=1)

@@ -2,7 +2,8 @@
 
 A pass is a grid of heads × segments. Each program walks over the tokens of one segment of one head; what it adds up
 goes to its own record in `partial`, and the next pass adds the records of a head in a fixed order, so that no result
-depends on who came first. Every second pass visits the heads in reverse, to find in the cache what the last one left.
+depends on who came first: S by `finish` and dS by `grad_finish`, unless the head is one segment and its record whole.
+Every second pass visits the heads in reverse, to find in the cache what the last one left.
 
     sums         Σk, Σq (reads Q, K)                       flows             I, O, Σk/O, Σq/I (reads Q, K)
     memory       Ô and S (reads K, V)                      result            Î, α, R (reads Q)
@@ -41,9 +42,9 @@ MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEMORY = 128 * 128  # numbers of S that one program holds, of float32 fewer; more are cut along E
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
-# a head is cut into segments until each processor has two programs, or a segment 128 tokens; and further, until it has
-# six programs, or a segment 1024 tokens, since what the programs add up must be written and read again
-SEGMENTS = ((2, 128), (6, 1024))
+SHORTEST = 128 * 64  # features worth a segment of their own
+LONG = 1024  # tokens of one where not all programs run at once: what they add up must be written and read again
+ROUND = 0.05  # what each round of programs adds, of the time of a full one
 INTERPRETED = not isinstance(bidirectional_forward.sums, triton.JITFunction)
 
 
@@ -169,6 +170,7 @@ class Plan:
     numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
     constants: dict[str, dict]
     shapes: dict[str, configs.Launch]
+    whole: bool  # whether a head is one segment, whose record is that of the head
     launches: Launches = field(default_factory=Launches)
 
     def empty(self, sizes: list[int]) -> Tensor:
@@ -179,10 +181,13 @@ class Plan:
         extras = query_mask, key_mask, query_bounds, key_bounds
         numbers = *kept.split(self.kept), *scratch.split(self.scratch)
         incoming, allocation, outgoing, conserved_outgoing, records, partial = numbers
+        if self.whole:
+            partial = records
         yield self._kernel("sums", query, key, *extras, partial)
         yield self._kernel("flows", query, key, *extras, partial, incoming, outgoing)
         yield self._kernel("memory", key, value, key_mask, key_bounds, partial, conserved_outgoing)
-        yield self._kernel("finish", partial, records)
+        if not self.whole:
+            yield self._kernel("finish", partial, records)
         yield self._kernel("result", query, result, query_mask, query_bounds, records, incoming, allocation)
 
     def backward(
@@ -191,11 +196,14 @@ class Plan:
     ):  # fmt: skip
         incoming, allocation, outgoing, conserved_outgoing, records = kept.split(self.kept)
         exchange, grad_outgoing, grad_conserved, grad_records, products, partial = scratch.split(self.scratch)
+        if self.whole:
+            partial = grad_records
         sinks = query_mask, query_bounds, records, partial, incoming, allocation, exchange
         sources = key_mask, key_bounds, records, partial, grad_records
         per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
-        yield self._kernel("grad_memory", query, grad, *sinks)
-        yield self._kernel("grad_finish", partial, records, grad_records, products)
+        yield self._kernel("grad_memory", query, grad, *sinks, products)
+        if not self.whole:
+            yield self._kernel("grad_finish", partial, records, grad_records, products)
         yield self._kernel("grad_competition", key, value, *sources, products, *per_source)
         yield self._kernel("grad_query", query, grad, grad_query, *sinks)
         yield self._kernel("grad_source", key, value, grad_key, grad_value, *sources, *per_source)
@@ -230,8 +238,9 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         multiply = "rounded" if multiply == "bf16" else "ieee"
     memory = MEMORY // {"tf32": 2, "ieee": 4}.get(multiply, 1)
     block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
-    capacity = _processors(device) * 64**2 // max(block_d * block_e, 64**2)
-    segments = max(1, *(min(count * capacity // records, longest // tokens) for count, tokens in SEGMENTS))
+    # how many programs fit on a processor, by the memory S that each holds
+    fitting = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
+    segments = segment_count(records, longest, dim, fitting * _processors(device))
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
 
     dims = {"D": dim, "E": value_dim}
@@ -242,15 +251,16 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         "FAST": fast(torch.empty(0, dtype=dtype, device=device)),
     }
     tiled = common | {"BLOCK_E": block_e, "MULTIPLY": multiply}
-    shared, keeps = {"SHARED": heads // key_heads}, {"KEEP": keep}
+    shared, keeps, whole = {"SHARED": heads // key_heads}, {"KEEP": keep}, {"WHOLE": segments == 1}
     competition, allocation = {"COMPETITION": variant.competition}, {"ALLOCATION": variant.allocation}
+    rescale, pieces = {"RESCALE": variant.rescale}, tiles if segments == 1 else chunks
     constants = {
         "sums": common | shared,
         "flows": common | shared | keeps,
-        "memory": tiled | shared | keeps | competition,
+        "memory": tiled | shared | keeps | competition | whole | rescale,
         "result": tiled | keeps | allocation,
-        "grad_memory": tiled | allocation,
-        "grad_competition": tiled | shared | competition | {"CHUNKS": triton.next_power_of_2(chunks)},
+        "grad_memory": tiled | allocation | whole,
+        "grad_competition": tiled | shared | competition | {"PIECES": triton.next_power_of_2(pieces)},
         "grad_query": tiled | allocation,
         "grad_source": tiled | shared | competition,
     }
@@ -262,7 +272,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         constants["grad_source"]["STAGES"] = 1
     chunked = dims | {"CHUNK": CHUNK}
     vectors = triton.next_power_of_2(4 * dim)
-    constants["finish"] = chunked | competition | {"VECTORS": vectors, "RESCALE": variant.rescale}
+    constants["finish"] = chunked | competition | rescale | {"VECTORS": vectors}
     constants["grad_finish"] = chunked | {"BLOCK_D": block_d}
     grids = dict.fromkeys(constants, (records * segments, 1, 1))
     grids["sums"] = grids["flows"] = (records * segments, 2, 1)
@@ -273,7 +283,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     clamp = math.inf if variant.clamp is None else variant.clamp
     of_sinks, of_sources = (sinks, heads, segments), (sources, heads, segments)
     kept = _kept_sizes(batch * heads, records, sinks, sources, dim, value_dim)
-    partial = records * segments * _record_size(dim, value_dim)
+    partial = 0 if segments == 1 else records * segments * _record_size(dim, value_dim)
     if len(strides) == 4:
         q, k, v, r = strides
         # without a backward pass α, O and Ô are not there
@@ -287,15 +297,27 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         }
     else:
         q, k, v, g, gq, gk, gv = strides
-        scratch = [kept[0], kept[2], kept[2], kept[4], aligned(records * chunks), partial]
+        scratch = [kept[0], kept[2], kept[2], kept[4], aligned(records * pieces), partial]
         numbers = {
             "grad_memory": (*q, *g, *of_sinks, scale, variant.eps),
             "grad_finish": (segments,),
-            "grad_competition": (*k, *v, *of_sources, chunks, scale, variant.eps, clamp),
+            "grad_competition": (*k, *v, *of_sources, pieces, scale, variant.eps, clamp),
             "grad_query": (*q, *g, *gq, *of_sinks, scale, variant.eps),
             "grad_source": (*k, *v, *gk, *gv, *of_sources, scale, variant.eps, clamp),
         }
-    return Plan(device, kept if keep else [], scratch, grids, numbers, constants, shapes)
+    return Plan(device, kept if keep else [], scratch, grids, numbers, constants, shapes, segments == 1)
+
+
+def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
+    """Into how many segments each head is cut where `slots` programs run at once: so many that few of them idle."""
+
+    def filled(segments: int) -> float:
+        rounds = -(-records * segments // slots)
+        return records * segments / slots / rounds - ROUND * rounds
+
+    shortest = SHORTEST // min(max(dim, 8), 64)
+    most = max(min(slots // records, longest // shortest), min(8 * slots // records, longest // LONG))
+    return max(range(1, max(1, most) + 1), key=filled)
 
 
 def _strides(tensors) -> tuple[int, list[list[int]]]:

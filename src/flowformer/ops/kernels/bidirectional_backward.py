@@ -26,13 +26,14 @@ from .features import feature_gradient, sigmoid
 
 @kernel
 def grad_memory(
-    query, grad, query_mask, query_bounds, records, partial, incoming, allocation, exchange,
+    query, grad, query_mask, query_bounds, records, partial, incoming, allocation, exchange, products,
     q_batch, q_head, q_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr, sinks, heads, segments, scale, eps,
-    ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ALLOCATION: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
+    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dS = Σ w qᵀ dR with w = α μ/I, ⟨dR, R⟩ of every sink, and d(Σk/O) = Σ dÎ (q + ε)."""
+    """dS = Σ w qᵀ dR with w = α μ/I, ⟨dR, R⟩ of every sink, and d(Σk/O) = Σ dÎ (q + ε); of a WHOLE head also ⟨S, dS⟩,
+    tile by tile."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, False)
     records += record * SIZE
@@ -75,7 +76,12 @@ def grad_memory(
             vector += q * weight[:, None]
             weights += weight
     values += tl.program_id(1) * BLOCK_E
-    tl.store(own + columns[:, None] * E + values[None, :], result, mask=(columns < D)[:, None] & (values < E)[None, :])
+    index = columns[:, None] * E + values[None, :]
+    inside = (columns < D)[:, None] & (values < E)[None, :]
+    tl.store(own + index, result, mask=inside)
+    if WHOLE:
+        product = tl.sum(result * tl.load(records + index, mask=inside, other=0.0))
+        tl.store(products + record * tl.num_programs(1) + tl.program_id(1), product)
     if tl.program_id(1) == 0:
         tl.store(own + D * E + 2 * D + columns, tl.sum(vector, 0) + eps * tl.sum(weights, 0), mask=columns < D)
 
@@ -85,7 +91,7 @@ def grad_finish(
     partial, records, grads, products, segments,
     D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dS and d(Σk/O) of a head from the records of its segments, and ⟨S, dS⟩ of each chunk."""
+    """dS and d(Σk/O) of a head from the records of its segments, which are several, and ⟨S, dS⟩ chunk by chunk."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     partial += tl.program_id(0).to(tl.int64) * segments * SIZE
     records += tl.program_id(0).to(tl.int64) * SIZE
@@ -117,9 +123,9 @@ def _competition(flow, clamp, reference, inverse, COMPETITION: tl.constexpr):
 def grad_competition(
     key, value, key_mask, key_bounds, records, partial, grads, products, outgoing, conserved_outgoing,
     grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, chunks,
+    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, pieces,
     scale, eps, clamp,
-    SHARED: tl.constexpr, COMPETITION: tl.constexpr, CHUNKS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    SHARED: tl.constexpr, COMPETITION: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
     EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +148,8 @@ def grad_competition(
     eye = identity(key, columns, EYE)
     high, low = memory_tile(grads, columns[None, :], values[:, None], D, E, MULTIPLY)
     reference, inverse = tl.load(records + D * E + 4 * D + 2), tl.load(records + D * E + 4 * D + 3)
-    chunk = tl.arange(0, CHUNKS)
-    product = tl.sum(tl.load(products + record * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
+    piece = tl.arange(0, PIECES)
+    product = tl.sum(tl.load(products + record * pieces + piece, mask=piece < pieces, other=0.0), 0)
     grad_conserved_key_sum = tl.load(grads + D * E + 2 * D + columns, mask=columns < D, other=0.0)
     vector = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)

@@ -139,11 +139,12 @@ def memory(
     key, value, key_mask, key_bounds, partial, conserved_outgoing,
     k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, scale, eps,
     flow_eps, clamp,
-    SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, WHOLE: tl.constexpr, RESCALE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Ô, the mass exp(Ô − reference) of the sources, and S weighted by it."""
+    """Ô, the mass exp(Ô − reference) of the sources, and S weighted by it; of a WHOLE head, its finished record."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, key_bounds is not None, False)
     records = partial + record * segments * SIZE
@@ -192,10 +193,38 @@ def memory(
         weight = tl.where(valid, weight, 0.0)
         mass += weight
         result = dot_transposed(k * weight[:, None], v, result, MULTIPLY)
-    tl.store(own + columns[:, None] * E + values[None, :], result, mask=(columns < D)[:, None] & (values < E)[None, :])
-    if tl.program_id(1) == 0:
-        tl.store(own + D * E + 4 * D + 2, reference)
-        tl.store(own + D * E + 4 * D + 3, tl.sum(mass, 0))
+    scalars = own + D * E + 4 * D
+    own += columns[:, None] * E + values[None, :]
+    inside = (columns < D)[:, None] & (values < E)[None, :]
+    if WHOLE:
+        m, n = tl.load(scalars), tl.load(scalars + 1)
+        inverse = _inverse(tl.sum(mass, 0), m, COMPETITION)
+        tl.store(own, result * inverse, mask=inside)
+        # all threads have loaded what one of them will store
+        tl.debug_barrier()
+        if tl.program_id(1) == 0:
+            _store_scalars(scalars, m, n, reference, inverse, COMPETITION, RESCALE)
+    else:
+        tl.store(own, result, mask=inside)
+        if tl.program_id(1) == 0:
+            tl.store(scalars + 2, reference)
+            tl.store(scalars + 3, tl.sum(mass, 0))
+
+
+@triton.jit
+def _inverse(mass, m, COMPETITION: tl.constexpr):
+    """1/Z, of the mass of all sources of a head."""
+    if COMPETITION != "softmax":
+        mass = m
+    return tl.where(mass > 0, 1.0 / mass, 0.0)
+
+
+@triton.jit
+def _store_scalars(scalars, m, n, reference, inverse, COMPETITION: tl.constexpr, RESCALE: tl.constexpr):
+    tl.store(scalars, m if RESCALE or COMPETITION != "softmax" else 1.0)
+    tl.store(scalars + 1, n / tl.maximum(m, 1.0) if RESCALE else 1.0)
+    tl.store(scalars + 2, reference)
+    tl.store(scalars + 3, inverse)
 
 
 @kernel
@@ -204,7 +233,7 @@ def finish(
     COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """The record of a head from those of its segments."""
+    """The record of a head from those of its segments, of which there are several."""
     SIZE: tl.constexpr = D * E + 4 * D + 4
     partial += tl.program_id(0).to(tl.int64) * segments * SIZE
     records += tl.program_id(0).to(tl.int64) * SIZE
@@ -228,19 +257,13 @@ def finish(
         kept = kept[:, None] & (index < D * E)[None, :]
         part = tl.load(partial + segment[:, None] * SIZE + index[None, :], mask=kept, other=0.0)
         result += tl.sum(part * weight[:, None], 0)
-    if COMPETITION != "softmax":
-        mass = m
-    inverse = tl.where(mass > 0, 1.0 / mass, 0.0)
+    inverse = _inverse(mass, m, COMPETITION)
     tl.store(records + index, result * inverse, mask=index < D * E)
     if tl.program_id(1) == 0:
         columns = tl.arange(0, VECTORS)
         vectors = total(partial + D * E, segments, SIZE, columns, 4 * D, 4)
         tl.store(records + D * E + columns, vectors, mask=columns < 4 * D)
-        scalars = records + D * E + 4 * D
-        tl.store(scalars, m if RESCALE or COMPETITION != "softmax" else 1.0)
-        tl.store(scalars + 1, n / tl.maximum(m, 1.0) if RESCALE else 1.0)
-        tl.store(scalars + 2, reference)
-        tl.store(scalars + 3, inverse)
+        _store_scalars(records + D * E + 4 * D, m, n, reference, inverse, COMPETITION, RESCALE)
 
 
 @kernel
