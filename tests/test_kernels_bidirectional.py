@@ -235,6 +235,13 @@ def test_packed_bounds_beyond_the_tokens_read_nothing_beyond_them():
     assert result.shape == query.shape
 
 
+def test_packed_without_a_sequence_gives_zero():
+    given = [x[0].transpose(0, 1) for x in inputs(sinks=5, dim=4)]
+    bounds = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for out in with_gradients(lambda *x: kernels.packed(*x, (bounds, bounds, 0, 0), 1.0, DEFAULT), given):
+        assert torch.equal(out, torch.zeros_like(out))
+
+
 def test_packed_longest_may_be_wrong():
     query, key, value = (x[0].transpose(0, 1) for x in inputs(sinks=100, dim=4))
     bounds = torch.tensor([0, 30, 100], device=DEVICE)

@@ -44,6 +44,22 @@ def segments(monkeypatch, count, rows):
     monkeypatch.setattr(causal_plan, "PROGRAMS", count * rows)
 
 
+@pytest.mark.parametrize(
+    ("rows", "longest", "expected"),
+    [
+        (16, 300, 2),  # too short for more
+        (16, 2**18, 33),  # as many as run in two rounds
+        (64, 16384, 8),
+        (100, 2048, 1),  # most processors have a head
+        (100, 16384, 5),
+        (133, 2**18, 1),
+    ],
+)
+def test_heads_are_cut_where_they_are_few_and_long(rows, longest, expected, monkeypatch):
+    monkeypatch.undo()
+    assert causal_plan.segment_count(rows, longest) == expected
+
+
 def inputs_of(dtype=torch.float32, **options):
     return random_inputs(dtype=dtype, device=DEVICE, **options)
 

@@ -108,11 +108,11 @@ class _Bidirectional(torch.autograd.Function):
 def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
     query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
-    nothing = not (query.numel() and value.numel())
-    if nothing or query_bounds is not None:
+    empty = _is_empty(query, value, query_bounds)
+    if empty or query_bounds is not None:
         # a token that belongs to no sequence is written by nobody
         result.zero_()
-    if nothing:
+    if empty:
         return result, _empty_kept(query, key, value, query_bounds, keep)
 
     extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
@@ -124,7 +124,7 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
 
 def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):
     grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
-    if not (query.numel() and value.numel()):
+    if _is_empty(query, value, query_bounds):
         return tuple(x.zero_() for x in grads)
     tensors = *(dense(x) for x in (query, key, value, grad)), *(outs := [dense(x) for x in grads])
 
@@ -132,6 +132,11 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     plan = _planned(tensors, extras, longest, True, options)
     plan.launches((*tensors, *extras, kept, plan.empty(plan.scratch)), plan.backward)
     return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
+
+
+def _is_empty(query: Tensor, value: Tensor, bounds: Tensor | None) -> bool:
+    """Whether there are no sinks, no sources, or no sequences."""
+    return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
 
 def _fake_forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *_):

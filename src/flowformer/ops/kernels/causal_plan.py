@@ -15,9 +15,10 @@ from . import causal_backward, causal_forward, causal_parts
 from .features import fast
 from .launch import MANY, Argument, Kernel, Launches, aligned, signature
 
-PROGRAMS = 512  # segments of all heads together that keep a large GPU busy
-ENOUGH = 100  # heads that keep it busy alone: a second segment would only read its tokens more often
-SHORTEST = 256  # tokens worth a segment of their own
+PROGRAMS = 528  # segments of all heads together that keep a large GPU busy: two rounds of two for each processor
+ENOUGH = 133  # heads that keep it busy alone: a second segment would only read its tokens more often
+MOST = 100  # heads that keep most of it busy, and are cut only if they are long
+SHORTEST, LONG = 256, 2048  # tokens worth a segment of their own, where there are fewer heads than that, and else
 SMALL = 2.0**-14  # an ε that bfloat16 features of about a half cannot hold, not even several times
 
 
@@ -279,7 +280,7 @@ _plans: dict[tuple, Plan] = {}
 def plan_of(tensors, longest, keep, scale, variant) -> Plan:
     """The plan of a call, by everything a kernel could have been compiled for."""
     query, key, value, _, bounds = tensors[:5]
-    kind = signature(tensors), query.device, longest, keep, scale, variant, PROGRAMS, ENOUGH, SHORTEST
+    kind = signature(tensors), query.device, longest, keep, scale, variant, PROGRAMS, ENOUGH, MOST, SHORTEST
     plan = _plans.get(kind)
     if plan is None:
         if len(_plans) >= MANY:
@@ -293,7 +294,8 @@ def segment_count(rows, longest):
     if rows >= ENOUGH:
         return 1
     fitting = PROGRAMS // torch.sym_max(rows, 1)
-    return torch.sym_max(1, torch.sym_min(fitting, (longest + SHORTEST - 1) // SHORTEST))
+    tokens = SHORTEST if rows < MOST else LONG
+    return torch.sym_max(1, torch.sym_min(fitting, (longest + tokens - 1) // tokens))
 
 
 def segment_chunks(longest, segments, chunk):
