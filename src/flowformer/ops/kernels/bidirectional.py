@@ -126,8 +126,8 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
     if _is_empty(query, value, query_bounds):
         return tuple(x.zero_() for x in grads)
-    tensors = *(dense(x) for x in (query, key, value, grad)), *(outs := [dense(x) for x in grads])
-
+    outs = [dense(x) for x in grads]
+    tensors = *(dense(x) for x in (query, key, value, grad)), *outs
     extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
     plan = _planned(tensors, extras, longest, True, options)
     plan.launches((*tensors, *extras, kept, plan.empty(plan.scratch)), plan.backward)
