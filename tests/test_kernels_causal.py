@@ -33,7 +33,9 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(causal_plan, "CONFIGS", table)
     monkeypatch.setattr(causal_plan, "SHORTEST", 16)
     monkeypatch.setattr(causal_plan, "ENOUGH", 1000)
-    monkeypatch.setattr(causal_plan, "_plans", {})
+    causal_plan._plan.cache_clear()
+    yield
+    causal_plan._plan.cache_clear()
 
 
 def _small(config):
@@ -42,6 +44,7 @@ def _small(config):
 
 def segments(monkeypatch, count, rows):
     monkeypatch.setattr(causal_plan, "PROGRAMS", count * rows)
+    causal_plan._plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,7 @@ def test_every_configuration_of_the_table(key, monkeypatch):
         check(inputs_of(dtype, batch=1, heads=2, sinks=length, dim=width, value_dim=width))
     # whole heads, few of them and more than there are processors
     monkeypatch.setattr(causal_plan, "ENOUGH", 1)
+    causal_plan._plan.cache_clear()
     for heads in (2, 200):
         check(inputs_of(dtype, batch=1, heads=heads, sinks=130, dim=width, value_dim=width))
 

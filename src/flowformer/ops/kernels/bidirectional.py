@@ -36,7 +36,7 @@ from ..variant import FlowVariant
 from ..varlen import Lengths
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import MANY, Argument, Kernel, Launches, aligned, contiguous, dense, signature
+from .launch import MANY, Argument, Kernel, Launches, aligned, contiguous, dense, empty, signature
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,33 +108,33 @@ class _Bidirectional(torch.autograd.Function):
 def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
     query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
-    empty = _is_empty(query, value, query_bounds)
-    if empty or query_bounds is not None:
+    nothing = _is_nothing(query, value, query_bounds)
+    if nothing or query_bounds is not None:
         # a token that belongs to no sequence is written by nobody
         result.zero_()
-    if empty:
+    if nothing:
         return result, _empty_kept(query, key, value, query_bounds, keep)
 
     extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
     plan = _planned((query, key, value, result), extras, longest, keep, options)
-    kept, scratch = plan.empty(plan.kept), plan.empty(plan.scratch)
+    kept, scratch = empty(plan.kept, query.device), empty(plan.scratch, query.device)
     plan.launches((query, key, value, *extras, result, kept, scratch), plan.forward)
     return result, kept
 
 
 def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):
     grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
-    if _is_empty(query, value, query_bounds):
+    if _is_nothing(query, value, query_bounds):
         return tuple(x.zero_() for x in grads)
     outs = [dense(x) for x in grads]
     tensors = *(dense(x) for x in (query, key, value, grad)), *outs
     extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
     plan = _planned(tensors, extras, longest, True, options)
-    plan.launches((*tensors, *extras, kept, plan.empty(plan.scratch)), plan.backward)
+    plan.launches((*tensors, *extras, kept, empty(plan.scratch, query.device)), plan.backward)
     return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
 
 
-def _is_empty(query: Tensor, value: Tensor, bounds: Tensor | None) -> bool:
+def _is_nothing(query: Tensor, value: Tensor, bounds: Tensor | None) -> bool:
     """Whether there are no sinks, no sources, or no sequences."""
     return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
@@ -168,19 +168,14 @@ library.register(
 class Plan:
     """What calls of one kind are launched with: to work that out anew takes longer than the launches themselves."""
 
-    device: torch.device
     kept: list[int]  # how many numbers what the backward pass needs takes; none where there is no such pass
     scratch: list[int]  # and what only this one needs
     grids: dict[str, tuple[int, int, int]]
     numbers: dict[str, tuple]  # the arguments of a kernel after its tensors
     constants: dict[str, dict]
-    shapes: dict[str, configs.Launch]
+    shapes: dict[str, configs.Shape]
     whole: bool  # whether a head is one segment, whose record is that of the head
     launches: Launches = field(default_factory=Launches)
-
-    def empty(self, sizes: list[int]) -> Tensor:
-        """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
-        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
 
     def forward(self, query, key, value, query_mask, key_mask, query_bounds, key_bounds, result, kept, scratch):
         extras = query_mask, key_mask, query_bounds, key_bounds
@@ -246,6 +241,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     # how many programs fit on a processor, by the memory S that each holds
     fitting = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
     segments = segment_count(records, longest, dim, fitting * _processors(device))
+    is_whole = segments == 1
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
 
     dims = {"D": dim, "E": value_dim}
@@ -253,12 +249,12 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
         "BLOCK_D": block_d,
         "ALIGN": align,
         "MAP": variant.feature_map,
-        "FAST": fast(torch.empty(0, dtype=dtype, device=device)),
+        "FAST": fast(dtype, device),
     }
     tiled = common | {"BLOCK_E": block_e, "MULTIPLY": multiply}
-    shared, keeps, whole = {"SHARED": heads // key_heads}, {"KEEP": keep}, {"WHOLE": segments == 1}
+    shared, keeps, whole = {"SHARED": heads // key_heads}, {"KEEP": keep}, {"WHOLE": is_whole}
     competition, allocation = {"COMPETITION": variant.competition}, {"ALLOCATION": variant.allocation}
-    rescale, pieces = {"RESCALE": variant.rescale}, tiles if segments == 1 else chunks
+    rescale, pieces = {"RESCALE": variant.rescale}, tiles if is_whole else chunks
     constants = {
         "sums": common | shared,
         "flows": common | shared | keeps,
@@ -288,7 +284,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     clamp = math.inf if variant.clamp is None else variant.clamp
     of_sinks, of_sources = (sinks, heads, segments), (sources, heads, segments)
     kept = _kept_sizes(batch * heads, records, sinks, sources, dim, value_dim)
-    partial = 0 if segments == 1 else records * segments * _record_size(dim, value_dim)
+    partial = 0 if is_whole else records * segments * _record_size(dim, value_dim)
     if len(strides) == 4:
         q, k, v, r = strides
         # without a backward pass α, O and Ô are not there
@@ -310,7 +306,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
             "grad_query": (*q, *g, *gq, *of_sinks, scale, variant.eps),
             "grad_source": (*k, *v, *gk, *gv, *of_sources, scale, variant.eps, clamp),
         }
-    return Plan(device, kept if keep else [], scratch, grids, numbers, constants, shapes, segments == 1)
+    return Plan(kept if keep else [], scratch, grids, numbers, constants, shapes, is_whole)
 
 
 def segment_count(records: int, longest: int, dim: int, slots: int) -> int:

@@ -16,9 +16,9 @@ from .. import library, torch_backend
 from ..state import empty_state
 from ..torch_causal import State
 from ..variant import FlowVariant
-from .causal_plan import config, kept_sizes, plan_of, sequences, state_sizes
+from .causal_plan import config, kept_sizes, plan_of, state_sizes
 from .decode import decode
-from .launch import contiguous, dense
+from .launch import contiguous, dense, empty
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
@@ -117,15 +117,15 @@ def forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalar
     if not query.numel():
         result, end, kept = empty_outputs(query, value, bounds, longest, keep, variant.feature_map)
         before = empty_state(query, value) if sums is None else (sums, memory, scalars)
-        for part, old in zip(_state(end, query, sequences(query, bounds), value.shape[3]), before, strict=True):
+        for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
             part.copy_(old)
         return result, end, kept
     plan = plan_of((query, key, value, mask, bounds, sums, memory, scalars), longest, keep, scale, variant)
     result = torch_backend.empty_result(query, value.shape[3])
     if bounds is not None:
         result.zero_()
-    kept, end = plan.empty(plan.kept), plan.empty(plan.state)
-    scratch = plan.empty(plan.forward_scratch) if plan.forward_scratch else None
+    kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
+    scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
     inputs = query, key, value, _positions(mask), bounds, sums, memory, scalars
     plan.launches((*inputs, result, kept, end, scratch), plan.forward)
     return result, end, kept
@@ -148,12 +148,12 @@ def backward(
         for x in (grad_query, grad_key, grad_value):
             x.zero_()
     if not query.numel():
-        sizes = state_sizes(heads * sequences(query, bounds), dim, value_dim)
+        sizes = state_sizes(heads * _sequences(query, bounds), dim, value_dim)
         start = query.new_zeros(sum(sizes), dtype=torch.float32) if grad_end is None else grad_end.clone()
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
     tensors = query, key, value, mask, bounds, grad, grad_end, scalars, result, kept
     plan = plan_of(tensors, longest, True, scale, variant)
-    start, scratch = plan.empty(plan.state), plan.empty(plan.backward_scratch)
+    start, scratch = empty(plan.state, query.device), empty(plan.backward_scratch, query.device)
     outs = grad_query, grad_key, grad_value, start, scratch
     plan.launches((*tensors[:3], _positions(mask), *tensors[4:], *outs), plan.backward)
     if shared > 1:
@@ -163,11 +163,15 @@ def backward(
 
 def empty_outputs(query, value, bounds, longest, keep, feature_map):
     """The result, the end state, and what is kept, uninitialised."""
-    rows = query.shape[1] * sequences(query, bounds)
-    kept = kept_sizes(query, value, rows, longest, config(query, value, feature_map).chunk, keep)
-    sizes = sum(state_sizes(rows, query.shape[3], value.shape[3])), sum(kept)
+    rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
+    chunk = config(query.dtype, dim, value_dim, feature_map).chunk
+    sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept_sizes(query.shape, value_dim, rows, longest, chunk, keep))
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
     return torch_backend.empty_result(query, value.shape[3]), end, kept
+
+
+def _sequences(query: Tensor, bounds: Tensor | None):
+    return query.shape[0] if bounds is None else bounds.shape[0] - 1
 
 
 def _positions(mask: Tensor | None) -> Tensor | None:
@@ -194,7 +198,7 @@ def _fake_forward(query, key, value, mask, bounds, longest, keep, sums, memory, 
 
 
 def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
-    start = sum(state_sizes(query.shape[1] * sequences(query, bounds), query.shape[3], value.shape[3]))
+    start = sum(state_sizes(query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]))
     return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(start, dtype=torch.float32)
 
 

@@ -24,6 +24,14 @@ DECLINED = tl.constexpr(5)  # (1 − α)/D, what dÎ/D is of ⟨dR, R⟩
 COMPETITION_WEIGHT = tl.constexpr(6)  # c
 PLANES = tl.constexpr(7)
 
+# the planes of `grads`; from GRAD_PLANES on the tiles of ⟨dR, R⟩, then those of dÔ/D without later segments: apart from
+# the whole, since no kernel may write what threads of its own program read; then what `gradient` measures
+GRAD_INCOMING = tl.constexpr(0)  # of I·D
+GRAD_OUTGOING = tl.constexpr(1)  # of O·D
+GRAD_CONSERVED_INCOMING = tl.constexpr(2)  # of Î·D
+GRAD_CONSERVED_OUTGOING = tl.constexpr(3)  # of Ô·D
+GRAD_PLANES = tl.constexpr(4)
+
 # lengths are never part of what is compiled for
 RUNTIME = ("heads", "shared", "length", "size", "segments", "plane")
 
@@ -306,6 +314,15 @@ def make_competition(at, plane, keep, position, log_start, clamp, FAST: tl.const
         share = tl.exp(flow - add_logs(log_start, log, FAST))
         competition = tl.where(keep, position * share, 0.0)
     return competition
+
+
+@triton.jit
+def load_tiles(at, plane, mask, TILES: tl.constexpr):
+    """The sum of what the programs of several tiles left for a token."""
+    total = tl.zeros(at.shape, tl.float32)
+    for tile in range(TILES):
+        total += tl.load(at + tile * plane, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit

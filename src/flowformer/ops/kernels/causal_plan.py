@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..variant import FlowVariant
-from . import causal_backward, causal_forward, causal_parts
+from . import causal_backward, causal_forward, causal_gradient, causal_parts
 from .features import fast
 from .launch import MANY, Argument, Kernel, Launches, aligned, signature
 
@@ -73,11 +73,10 @@ CONFIGS = {
 }
 
 
-def config(query: Tensor, value: Tensor, feature_map: str) -> Config:
-    width = max(query.shape[-1], value.shape[-1])
-    size = next(size for size in (64, 128, 256) if width <= size)
-    found = CONFIGS[query.dtype, size]
-    if found.chunk > 32 and not (query.shape[-1] == value.shape[-1] == size and feature_map == "sigmoid"):
+def config(dtype: torch.dtype, dim: int, value_dim: int, feature_map: str) -> Config:
+    size = next(size for size in (64, 128, 256) if max(dim, value_dim) <= size)
+    found = CONFIGS[dtype, size]
+    if found.chunk > 32 and not (dim == value_dim == size and feature_map == "sigmoid"):
         # factors of several widths leave a warp group too few registers for their addresses: ptxas 12.8 then reads one
         # that it never wrote. The products of shorter chunks are those of single warps, and have no such addresses
         found = found._replace(chunk=32)
@@ -85,55 +84,60 @@ def config(query: Tensor, value: Tensor, feature_map: str) -> Config:
 
 
 class Plan:
-    """What calls with inputs of the same shapes have in common, and the kernels compiled for them."""
+    """What calls of one kind have in common, and the kernels compiled for them.
 
-    def __init__(self, query, key, value, bounds, longest, keep, scale, variant: FlowVariant):
-        batch, heads, length, dim = query.shape
-        self.rows = heads * sequences(query, bounds)
+    Args:
+        tensors: the signature of query, key, value, mask, bounds and whatever else a kernel is compiled for.
+    """
+
+    def __init__(self, tensors: tuple, device: torch.device, longest: int, keep: bool, scale, variant: FlowVariant):
+        (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, *_ = tensors
+        (batch, heads, length, dim), key_heads, value_dim = shape, key_shape[1], value_shape[3]
+        self.rows = heads * (batch if bounds is None else bounds[0][0] - 1)
         self.segments = segment_count(self.rows, longest)
-        self.config = config(query, value, variant.feature_map)
+        self.config = config(dtype, dim, value_dim, variant.feature_map)
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
         self.eps, self.flow_eps = variant.eps, variant.flow_eps
         self.clamp = float("inf") if variant.clamp is None else variant.clamp
         # without a scale, kernels are compiled to spare the product
-        self.tokens = heads, heads // key.shape[1], length, self.size, self.segments, None if scale == 1 else scale
-        self.block_d, self.block_e = _block(dim), _block(value.shape[-1])
+        self.tokens = heads, heads // key_heads, length, self.size, self.segments, None if scale == 1 else scale
+        self.block_d, self.block_e = _block(dim), _block(value_dim)
         self.tile_d, self.tile_e = min(self.block_d, self.config.tile), min(self.block_e, self.config.tile)
-        self.feature_tiles, self.value_tiles = triton.cdiv(dim, self.tile_d), triton.cdiv(value.shape[-1], self.tile_e)
+        self.feature_tiles, self.value_tiles = triton.cdiv(dim, self.tile_d), triton.cdiv(value_dim, self.tile_e)
         # fewer than sixteen features do not average the rounding of a product out
-        half = query.dtype == torch.bfloat16 and query.is_cuda and dim >= 16
+        on_gpu = device.type == "cuda"
+        half = dtype == torch.bfloat16 and on_gpu and dim >= 16
         self.features = {
             "D": dim,
             "BLOCK_D": self.block_d,
             "MAP": variant.feature_map,
             # float16 is finer than the fast sigmoid, and its range too small for the sums: it computes as float32 does
-            "FAST": half and fast(query),
+            "FAST": half and fast(dtype, device),
             "DOT": tl.bfloat16 if half else tl.float32,
             # three products of the tensor cores keep what one would lose of a float32
-            "PRECISION": "tf32x3" if query.is_cuda else "ieee",
+            "PRECISION": "tf32x3" if on_gpu else "ieee",
         }
-        self.values = {"E": value.shape[-1], "BLOCK_E": self.tile_e}
+        self.values = {"E": value_dim, "BLOCK_E": self.tile_e}
         self.competition = {"COMPETITION": variant.competition != "none"}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
-        self.device = query.device
         self.launches = Launches()
         # the launches for the gradients of queries, then of keys (in reverse), and how they are balanced
-        tiled = [(0, "measure"), (0, "measured")] if query.dtype == torch.bfloat16 else [(0, "none")]
+        tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
-        self.width = dim * value.shape[-1]
-        self.state = state_sizes(rows, dim, value.shape[-1])
-        self.kept = kept_sizes(query, value, rows, longest, self.config.chunk, keep)
+        self.width = dim * value_dim
+        self.state = state_sizes(rows, dim, value_dim)
+        self.kept = kept_sizes(shape, value_dim, rows, longest, self.config.chunk, keep)
         sums, memories = self.kept[1], self.kept[3]
         vectors = 2 * rows * segments * dim
         # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
         forward = vectors, vectors, rows * segments, memories, 2 * self.plane, sums // 2
         self.forward_scratch = [aligned(size) for size in forward] if segments > 1 else []
         # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
-        planes = causal_backward.GRAD_PLANES.value + 2 * tiles
+        planes = causal_parts.GRAD_PLANES.value + 2 * tiles
         if (0, "measure") in self.gradients:
             planes += self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
@@ -141,10 +145,6 @@ class Plan:
             # the gradients of Σk/O and Σq/I, what later ones reach it by, dS, and dS after it
             backward += [vectors * tiles, vectors // 2, memories, memories]
         self.backward_scratch = [aligned(size) for size in backward]
-
-    def empty(self, sizes: list[int]) -> Tensor:
-        """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
-        return torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
 
     def forward(
         self, query, key, value, positions, bounds, sums, memory, scalars, result, kept, end, scratch
@@ -250,10 +250,10 @@ class Plan:
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, balance in self.gradients:
             *tokens, states = sides[reverse]
-            constants = {"BLOCK_D": self.tile_d, "E": value.tensor.shape[3], "BLOCK_E": self.block_e}
+            constants = {"BLOCK_D": self.tile_d, "E": self.values["E"], "BLOCK_E": self.block_e}
             raised = self.features["DOT"] != tl.bfloat16 or self.eps > SMALL
             yield self._kernel(
-                causal_backward.gradient_kernel,
+                causal_gradient.gradient_kernel,
                 shapes.gradient,
                 (*tokens, *extras, grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
                 (self.plane, *_strides(*tokens), *self.tokens, self.eps),
@@ -274,19 +274,12 @@ class Plan:
         return Kernel(causal_forward.scan_kernel, grid, arguments, (self.segments,), constants)
 
 
-_plans: dict[tuple, Plan] = {}
+_plan = functools.lru_cache(maxsize=MANY)(Plan)
 
 
-def plan_of(tensors, longest, keep, scale, variant) -> Plan:
+def plan_of(tensors, longest: int, keep: bool, scale: float, variant: FlowVariant) -> Plan:
     """The plan of a call, by everything a kernel could have been compiled for."""
-    query, key, value, _, bounds = tensors[:5]
-    kind = signature(tensors), query.device, longest, keep, scale, variant, PROGRAMS, ENOUGH, MOST, SHORTEST
-    plan = _plans.get(kind)
-    if plan is None:
-        if len(_plans) >= MANY:
-            _plans.clear()
-        plan = _plans[kind] = Plan(query, key, value, bounds, longest, keep, scale, variant)
-    return plan
+    return _plan(signature(tensors), tensors[0].device, longest, keep, scale, variant)
 
 
 def segment_count(rows, longest):
@@ -307,17 +300,13 @@ def state_sizes(rows, dim, value_dim) -> list[int]:
     return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
-def kept_sizes(query, value, rows, longest, chunk, keep: bool) -> list[int]:
+def kept_sizes(shape, value_dim: int, rows, longest, chunk: int, keep: bool) -> list[int]:
     """How many numbers the flows, sums, logs and memories of `causal_forward` take, the sums only if kept."""
-    (batch, heads, length, dim), segments = query.shape, segment_count(rows, longest)
+    (batch, heads, length, dim), segments = shape, segment_count(rows, longest)
     planes = causal_parts.PLANES if keep else causal_parts.FORWARD_PLANES
     chunks = segments * segment_chunks(longest, segments, chunk) if keep else 0
     sizes = planes.value * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
-    return [aligned(size) for size in (*sizes, rows * segments * dim * value.shape[3])]
-
-
-def sequences(query: Tensor, bounds: Tensor | None):
-    return query.shape[0] if bounds is None else bounds.shape[0] - 1
+    return [aligned(size) for size in (*sizes, rows * segments * dim * value_dim)]
 
 
 def _strides(*arguments: Argument) -> list[int]:

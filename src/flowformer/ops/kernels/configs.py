@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 
-class Launch(NamedTuple):
+class Shape(NamedTuple):
+    """How one kernel is launched."""
+
     block: int  # tokens at once
     warps: int
     stages: int  # blocks of tokens under way
@@ -26,8 +28,8 @@ KERNELS = (
 )
 
 
-def _table(*launches: tuple) -> dict[str, Launch]:
-    return {name: Launch(*launch) for name, launch in zip(KERNELS, launches, strict=True)}
+def _table(*shapes: tuple) -> dict[str, Shape]:
+    return {name: Shape(*shape) for name, shape in zip(KERNELS, shapes, strict=True)}
 
 
 # by the larger of the two head dimensions, up to the one given
@@ -71,8 +73,8 @@ FLOAT = {
 }
 
 
-def bidirectional(dim: int, value_dim: int, dtype: torch.dtype, is_hopper: bool = True) -> dict[str, Launch]:
+def bidirectional(dim: int, value_dim: int, dtype: torch.dtype, is_hopper: bool = True) -> dict[str, Shape]:
     table = FLOAT if dtype == torch.float32 else HALF
-    launches = next(launches for size, launches in table.items() if size >= max(dim, value_dim))
+    shapes = next(shapes for size, shapes in table.items() if size >= max(dim, value_dim))
     # other chips have less shared memory
-    return launches if is_hopper else {name: launch._replace(stages=1) for name, launch in launches.items()}
+    return shapes if is_hopper else {name: shape._replace(stages=1) for name, shape in shapes.items()}

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 
-def fast(x: torch.Tensor) -> bool:
-    """Whether kernels over x may use the approximate sigmoid: half precision, on NVIDIA hardware that has a tanh."""
-    if x.dtype == torch.float32 or not x.is_cuda or torch.version.hip is not None:
+def fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels may use the approximate sigmoid: half precision, on NVIDIA hardware that has a tanh."""
+    if dtype == torch.float32 or device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(x.device) >= (7, 5)
+    return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def float32_precision() -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MANY = 512  # kinds of calls, after which the oldest, or all, are forgotten
+MANY = 512  # kinds of calls, after which the oldest is forgotten
 
 
 class Argument(NamedTuple):
@@ -93,6 +93,11 @@ def _launch(kernel: Kernel):
     slots = [(slot, *x[1:]) for slot, x in enumerate(arguments, len(values)) if x is not None]
     names = function.arg_names[len(tensors) + len(numbers) :]
     return compiled.run, [*values, *(None for _ in tensors), *numbers, *(constants[name] for name in names)], slots
+
+
+def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device)
 
 
 def signature(tensors: Iterable[Tensor | None]) -> tuple:
