@@ -28,11 +28,7 @@ VARIANTS = {
     "plain linear": FlowVariant(competition="none", allocation="none"),
 }
 # those that causal kernels compute
-CAUSAL_KERNEL_VARIANTS = {
-    name: variant
-    for name, variant in VARIANTS.items()
-    if variant.competition != "sigmoid" and variant.allocation != "softmax"
-}
+CAUSAL_KERNEL_VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
 
 
 def random_inputs(
