@@ -371,6 +371,14 @@ def bench_loop(context: typer.Context) -> None:
     _run_benchmark("loop", context.args)
 
 
+@_command(bench_app, "fuzz", context_settings=_PASS_ON)
+def bench_fuzz(context: typer.Context) -> None:
+    """Random calls of the backends against the float64 reference: values, gradients, memory, repeatability."""
+    from .bench import fuzz
+
+    raise typer.Exit(fuzz.main(context.args))
+
+
 def _run_benchmark(name: str, arguments: list[str]) -> None:
     import runpy
 
