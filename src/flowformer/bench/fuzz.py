@@ -89,11 +89,12 @@ class Summary:
     def command(self, case: str) -> str:
         return f"flowformer bench fuzz --device {self.device} --case {shlex.quote(case)}"
 
-    def progress(self, left: float) -> None:
+    def progress(self, cases: int, end: float) -> None:
         now = time.monotonic()
-        if now - self.reported >= 10:
+        if now - self.reported >= 10 and self.cases:
             self.reported = now
             speed = self.cases / (now - self.start)
+            left = min(end - now, (cases - self.cases) / speed)
             line = f"{self.cases} cases, {self.failures} failed, {speed:.1f} cases/s, {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)
 
@@ -134,10 +135,19 @@ def _work(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     while True:
         record = check(Case.from_json(connection.recv()), device)
-        connection.send(record)
-        # after an error of the device its context is lost
-        if "CUDA error" in record["why"]:
+        lost = device == "cuda" and "traceback" in record and _context_is_lost()
+        connection.send((record, lost))
+        if lost:
             return
+
+
+def _context_is_lost() -> bool:
+    """After an error on the device, such as an illegal address, every further call of the process fails."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summary) -> None:
@@ -160,7 +170,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
             workers.append(Worker(options.device))
             give(workers[-1])
         while any(worker.case for worker in workers) and time.monotonic() < end:
-            summary.progress(end - time.monotonic())
+            summary.progress(options.cases, end)
             ready = wait([worker.connection for worker in workers if worker.case], timeout=1)
             for index, worker in enumerate(workers):
                 if worker.case is None:
@@ -168,9 +178,9 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
                 verdict, why = None, ""
                 if worker.connection in ready:
                     try:
-                        record = worker.connection.recv()
+                        record, lost = worker.connection.recv()
                         summary.add(record)
-                        if "CUDA error" not in record["why"]:
+                        if not lost:
                             give(worker)
                             continue
                     except (EOFError, ConnectionError):

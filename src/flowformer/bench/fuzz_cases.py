@@ -139,7 +139,7 @@ def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> 
     if case["gradients"]:
         some = [name for name in "qkv" if random.random() < 0.5]
         case["gradients"] = "".join(some) if some and random.random() < 0.3 else "qkv"
-        case["grad_layout"] = random.choice(["contiguous", "contiguous", *LAYOUTS])
+        case["grad_layout"] = random.choice(["contiguous", "constant", *LAYOUTS])
     case["seed"] = random.randrange(2**31)
 
     token = case["heads"] * dim + case["key_heads"] * (dim + case["value_dim"]) + case["heads"] * case["value_dim"]

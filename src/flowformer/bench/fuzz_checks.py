@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from itertools import accumulate, pairwise
@@ -108,9 +108,10 @@ def _check(case: Case, device: str) -> tuple[list[str], dict[str, Any]]:
         if result.shape != truths[name].shape:
             reasons.append(f"{name} has shape {tuple(result.shape)}, not {tuple(truths[name].shape)}")
             continue
-        compared = _comparable(case, name, result, plain[name], truths[name])
+        value, other, truth = _comparable(case, name, result, plain[name], truths[name])
         is_gradient = name.startswith("d_")
-        error = measure(*compared, GRADIENT if is_gradient else FORWARD, dtype, whole if is_gradient else None)
+        factor, size = (GRADIENT, whole) if is_gradient else (FORWARD, None)
+        error = measure(value, other, truth, factor, dtype, size)
         errors[name] = {"relative": error.relative, "ratio": error.ratio}
         if not error.obeys:
             reasons.append(f"{name} is off by {error.relative:.2g}, {error.ratio:.2g} times what the rule allows")
@@ -122,27 +123,22 @@ def _check(case: Case, device: str) -> tuple[list[str], dict[str, Any]]:
 def make_inputs(case: Case, device: str) -> Inputs:
     random = torch.Generator().manual_seed(case.seed)
     dtype, buffers = getattr(torch, case.dtype), []
-    if case.is_packed:
-        tokens = sum(case.lengths) + case.sinks, sum(case.source_lengths) + case.sources
-        shapes = [
-            (tokens[0], case.heads, case.dim),
-            (tokens[1], case.key_heads, case.dim),
-            (tokens[1], case.key_heads, case.value_dim),
-        ]
-    else:
-        shapes = [
-            (case.batch, case.heads, case.sinks, case.dim),
-            (case.batch, case.key_heads, case.sources, case.dim),
-            (case.batch, case.key_heads, case.sources, case.value_dim),
-        ]
+    rows = () if case.is_packed else (case.batch,)
+    sinks, sources = sum(case.lengths) + case.sinks, sum(case.source_lengths) + case.sources
+    shapes = (
+        (case.heads, sinks, case.dim),
+        (case.key_heads, sources, case.dim),
+        (case.key_heads, sources, case.value_dim),
+    )
 
     def put(values: Tensor, layout: str = "contiguous") -> Tensor:
         tensor, buffer = _place(values, layout, device, case.seed % 2)
         buffers.append(buffer)
         return tensor
 
+    mask_layout = "turned" if case.seed % 5 == 0 else "contiguous"
     masks = [
-        None if kind is None else put(_mask(kind, case.batch, length, random))
+        None if kind is None else put(_mask(kind, case.batch, length, random), mask_layout)
         for kind, length in ((case.query_mask, case.sinks), (case.key_mask, case.sources))
     ]
     joint = None
@@ -150,12 +146,13 @@ def make_inputs(case: Case, device: str) -> Inputs:
         joint = _both(*masks)
     tensors = []
     for index, (shape, layout) in enumerate(zip(shapes, case.layouts, strict=True)):
-        values = torch.randn(shape, generator=random) * (case.amplitude if index < 2 else 1)
+        values = torch.randn(*rows, *shape, generator=random) * (case.amplitude if index < 2 else 1)
         mask = joint if case.is_causal else masks[min(index, 1)]
         if case.junk and mask is not None and layout != "expanded":
             values = values.masked_fill(~mask.cpu()[:, None, :, None], torch.nan)
         kept = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
-        tensors.append(put(values.to(kept), layout))
+        # packed tokens come before heads
+        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(kept), layout))
     state = None
     if case.past:
         past = [torch.randn(case.batch, case.heads, case.past, size, generator=random, dtype=torch.float64)
@@ -188,20 +185,19 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
     with torch.autocast(device, autocast) if case.autocast else nullcontext():
         if inputs.bounds is not None:
             longest = max(case.lengths, default=0), max(case.source_lengths, default=0)
-            causal = case.is_causal
-            return [flow_attention_varlen(query, key, value, *inputs.bounds, *longest, is_causal=causal, **options)]
+            options["is_causal"] = case.is_causal
+            return [flow_attention_varlen(query, key, value, *inputs.bounds, *longest, **options)]
         if case.kind != "recurrent":
-            masks = {"query_mask": inputs.query_mask, "key_mask": inputs.key_mask}
-            return [flow_attention(query, key, value, is_causal=case.is_causal, **masks, **options)]
-        carried = FlowState.unpack((state[0], state[1], state[2])) if state else None
+            options |= {"is_causal": case.is_causal, "query_mask": inputs.query_mask, "key_mask": inputs.key_mask}
+            return [flow_attention(query, key, value, **options)]
+        carried = FlowState(*state) if state else None
         parts = []
         for start, stop in pairwise([0, *case.cuts, case.sinks]):
             mask = None if inputs.key_mask is None else inputs.key_mask[:, start:stop]
-            tokens = (x[:, :, start:stop] for x in (query, key, value))
-            part, carried = flow_attention_recurrent(*tokens, carried, key_mask=mask, **options)
+            q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+            part, carried = flow_attention_recurrent(q, k, v, carried, key_mask=mask, **options)
             parts.append(part)
-        assert carried is not None
-        return [torch.cat(parts, 2), *carried.pack()]
+        return [torch.cat(parts, 2), *(carried.pack() if carried else ())]
 
 
 def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -212,13 +208,12 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
         if not case.is_causal:
             return [exact_bidirectional(query, key, value, inputs.query_mask, inputs.key_mask, scale, variant)]
         mask = _both(inputs.query_mask, inputs.key_mask)
-        start = (state[0], state[1], state[2]) if state else None
-        result, end = exact_causal(query, key, value, mask, start, scale, variant)
+        result, end = exact_causal(query, key, value, mask, tuple(state) or None, scale, variant)
         return [result, *end] if case.kind == "recurrent" else [result]
     parts = []
     starts, source_starts = accumulate([0, *case.lengths]), accumulate([0, *case.source_lengths])
-    for start, length, first, count in zip(starts, case.lengths, source_starts, case.source_lengths, strict=False):
-        q = query[start : start + length].transpose(0, 1)[None]
+    for at, length, first, count in zip(starts, case.lengths, source_starts, case.source_lengths, strict=False):
+        q = query[at : at + length].transpose(0, 1)[None]
         k, v = (x[first : first + count].transpose(0, 1)[None] for x in (key, value))
         if case.is_causal:
             result, _ = exact_causal(q, k, v, None, None, scale, variant)
@@ -302,9 +297,10 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
     return cotangents
 
 
-def _comparable(case: Case, name: str, *tensors: Tensor) -> list[Tensor]:
-    """Without what is not compared: sums that the variant does not need, and what the dtype cannot hold."""
-    value, plain, truth = (x.double() for x in tensors)
+def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tensor) -> Iterator[Tensor]:
+    """In float64, without what is not compared: sums that the variant does not need, and what the dtype cannot hold."""
+    largest = torch.finfo(value.dtype).max
+    value, plain, truth = value.double(), plain.double(), truth.double()
     if name.endswith("scalars"):
         unused = [
             name.startswith("d_"),
@@ -315,8 +311,8 @@ def _comparable(case: Case, name: str, *tensors: Tensor) -> list[Tensor]:
         # the logarithm of an empty sum
         left_out = left_out | ((truth == -torch.inf) & (value == -torch.inf))
     else:
-        left_out = truth.abs() > torch.finfo(tensors[0].dtype).max
-    return [x.masked_fill(left_out, 0) for x in (value, plain, truth)]
+        left_out = truth.abs() > largest
+    return (x.masked_fill(left_out, 0) for x in (value, plain, truth))
 
 
 class Guard:
@@ -372,6 +368,9 @@ def _place(values: Tensor, layout: str, device: torch.device | str, expanded: in
         values = values.narrow(expanded, 0, 1)
         stride = list(torch.empty(values.shape, device="meta").stride())
         stride[expanded] = 0
+    elif layout == "constant" and values.numel():  # what the backward of a sum or a mean passes on
+        values = values.flatten()[:1].reshape([1] * rank)
+        stride = [0] * rank
     elif layout == "bnhd" and rank >= 3:
         axes = (1, 2) if rank == 4 else (0, 1)
         stride = list(torch.empty(values.transpose(*axes).shape, device="meta").transpose(*axes).stride())
