@@ -134,7 +134,7 @@ def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> 
         if case.get(name):
             case[name], case["junk"] = random.choice(MASKS), random.random() < 0.5
     if case["scale"] is not None:
-        case["scale"] = random.choice([dim**-0.5, dim**-0.25, 0.125, 0.5, 0.5, 2.0, -0.7, 0.0])
+        case["scale"] = random.choice([dim**-0.5, dim**-0.25, 0.125, 0.5, 0.5, 2.0, -0.7, 0.02])
     case["amplitude"] = random.choice([0.01, 0.2, 1.0, 1.0, 3.0, round(10 ** random.uniform(-2, math.log10(30)), 3)])
     if case["gradients"]:
         some = [name for name in "qkv" if random.random() < 0.5]
@@ -173,8 +173,8 @@ def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> 
 
 
 def _dim(random: Random, limits: Limits) -> int:
-    choices = random.choice([COMMON_DIMS, ODD_DIMS, range(1, 257)])
-    return random.choice([dim for dim in choices if dim <= limits.dim])
+    choices = random.choice([COMMON_DIMS, ODD_DIMS, range(1, limits.dim + 1)])
+    return random.choice([dim for dim in choices if dim <= limits.dim] or [limits.dim])
 
 
 def _length(random: Random, longest: int) -> int:
