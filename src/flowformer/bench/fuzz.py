@@ -212,7 +212,9 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("flowformer bench fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "flowformer bench fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--backends", default="triton,torch", help="which to call, separated by commas")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")

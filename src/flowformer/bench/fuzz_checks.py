@@ -204,13 +204,17 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
     autocast = torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
     with torch.autocast(device, autocast) if case.autocast else nullcontext():
         if inputs.bounds is not None:
-            longest = max(case.lengths, default=0), max(case.source_lengths, default=0)
+            slack = 37 if case.seed % 4 == 0 else 0  # lengths may be below the longest that is named
+            longest = max(case.lengths, default=0) + slack, max(case.source_lengths, default=0) + slack
             options["is_causal"] = case.is_causal
             return [flow_attention_varlen(query, key, value, *inputs.bounds, *longest, **options)]
         if case.kind != "recurrent":
             options |= {"is_causal": case.is_causal, "query_mask": inputs.query_mask, "key_mask": inputs.key_mask}
             return [flow_attention(query, key, value, **options)]
         carried = FlowState(*state) if state else None
+        if not state and case.seed % 4 == 0:
+            sums = torch.float64 if dtype == torch.float64 else torch.float32
+            carried = FlowState.empty(case.batch, case.heads, case.dim, case.value_dim, device=query.device, dtype=sums)
         parts = []
         for start, stop in pairwise([0, *case.cuts, case.sinks]):
             mask = None if inputs.key_mask is None else inputs.key_mask[:, start:stop]
