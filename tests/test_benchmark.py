@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +12,10 @@ from typer.testing import CliRunner
 
 from flowformer import baselines, viz
 from flowformer.baselines import SoftmaxAttention
+from flowformer.bench import attention as bench
+from flowformer.bench import lra, measure
 from flowformer.cli import app
 from flowformer.train.paper import paper_speed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import attention as bench
-import lra
-import measure
 
 
 @pytest.fixture
@@ -241,18 +235,26 @@ class TestLra:
 
 class TestCommandLine:
     @pytest.fixture
-    def flowformer(self, monkeypatch):
-        monkeypatch.setattr(sys, "argv", list(sys.argv))
-        monkeypatch.setattr(sys, "path", list(sys.path))
+    def flowformer(self):
         return lambda *arguments: CliRunner().invoke(app, ["bench", *arguments])
 
     def test_lists_the_benchmarks(self, flowformer):
         output = flowformer().output
         assert "attention" in output
         assert "lra" in output
+        assert "fuzz" in output
         assert "'lra'" in flowformer("lar").output, "the nearest"
 
-    @pytest.mark.parametrize(("name", "option"), [("attention", "--shapes"), ("lra", "--memory-limit")])
+    @pytest.mark.parametrize(
+        ("name", "option"),
+        [
+            ("attention", "--shapes"),
+            ("lra", "--memory-limit"),
+            ("loop", "--synthetic"),
+            ("japanese-vowels", "--seeds"),
+            ("fuzz", "--case"),
+        ],
+    )
     def test_options_go_to_the_script(self, flowformer, name, option):
         assert option in flowformer(name, "--help").output
 
