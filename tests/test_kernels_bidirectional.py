@@ -14,8 +14,7 @@ if not torch.cuda.is_available():
 from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
-from flowformer.ops import library
-from flowformer.ops import varlen
+from flowformer.ops import library, varlen
 from flowformer.ops.kernels import bidirectional as kernels
 from flowformer.ops.kernels import configs
 from flowformer.ops.kernels.bidirectional import segment_count
