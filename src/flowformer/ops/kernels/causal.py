@@ -168,6 +168,7 @@ def _positions(mask: Tensor | None) -> Tensor | None:
     """How many tokens of a sequence there are up to each, negative where it is none itself."""
     if mask is None:
         return None
+    mask = mask.contiguous()
     positions = mask.cumsum(1, dtype=torch.int32)
     return torch.where(mask, positions, -positions)
 
