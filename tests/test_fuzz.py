@@ -16,7 +16,7 @@ from flowformer.ops import backends
 
 CASE = Case(backend="torch", kind="bidirectional", dtype="float32", dim=4, value_dim=3, heads=2, key_heads=1, sinks=9,
             sources=7)  # fmt: skip
-TINY = Limits(numbers=2**9, longest=20, dim=8, heads=2, large=0)
+TINY = Limits(numbers=2**9, longest=20, dim=8, heads=1, large=0)
 
 
 def run(cases):
@@ -41,9 +41,11 @@ def test_kernels_pass_a_slice_in_the_interpreter(monkeypatch):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles here: the slice for a GPU is another test")
     monkeypatch.setitem(LIMITS, "interpreter", TINY)
-    configurations = itertools.islice(fuzz.draw(3, "cpu", ["triton"], 1), 8)
-    counts = run(case for cases in configurations for case in cases)
-    assert counts["pass"] >= 3
+    passed: set[str] = set()
+    for (case,) in itertools.islice(fuzz.draw(0, "cpu", ["triton"], 1), 60):
+        if case.kind not in passed and case.gradients and max(case.sinks, *case.lengths, 0) > 1 and run([case])["pass"]:
+            passed.add(case.kind)
+    assert passed == set(fuzz_cases.KINDS)
 
 
 @pytest.mark.gpu
