@@ -215,6 +215,20 @@ def test_a_gradient_that_is_zero_by_cancellation_passes():
         assert record["errors"]["d_value"]["relative"] < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backends", "torch,tirton"], "did you mean 'triton'"),
+        (["--device", "cuda"], "torch finds none"),
+    ],
+)
+def test_a_mistake_is_explained(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        fuzz.main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_a_refused_case_is_not_a_failure():
     case = Case.from_json(json.dumps({**json.loads(CASE.to_json()), "backend": "triton", "dtype": "float64"}))
     assert fuzz_checks.check(case, "cpu")["verdict"] == "refused"
