@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_a_planted_fault_is_found(fault, why, dtype, monkeypatch, capsys):
     def bidirectional(query, *rest):
         return fault(honest.bidirectional(query, *rest).float(), query).to(query.dtype)
 
-    case = Case.from_json(json.dumps({**json.loads(CASE.to_json()), "dtype": dtype}))
+    case = replace(CASE, dtype=dtype)
     assert fuzz_checks.check(case, "cpu")["verdict"] == "pass"
     monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
     record = fuzz_checks.check(case, "cpu")
@@ -203,6 +204,20 @@ def test_a_planted_fault_is_found(fault, why, dtype, monkeypatch, capsys):
     assert why in record["why"]
     assert fuzz.main(["--device", "cpu", "--case", case.to_json()]) == 1
     assert why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("moved", "verdict"), [(0.0, "pass"), (2**-9, "kink"), (0.05, "fail")])
+def test_a_flow_on_the_wrong_side_of_its_clamp_is_no_failure(moved, verdict, monkeypatch):
+    """Of small inputs every Ô is near 1: with clamp=1, a rounding decides whether it has a gradient."""
+    honest = backends.BACKENDS["torch"]
+
+    def bidirectional(*args):
+        return honest.bidirectional(*args[:-1], replace(args[-1], clamp=1 + moved))
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
+    case = replace(CASE, dtype="bfloat16", sinks=60, sources=60, amplitude=0.05, variant={"clamp": 1.0})
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
 
 
 def test_a_gradient_that_is_zero_by_cancellation_passes():
@@ -230,7 +245,7 @@ def test_a_mistake_is_explained(arguments, message, monkeypatch, capsys):
 
 
 def test_a_refused_case_is_not_a_failure():
-    case = Case.from_json(json.dumps({**json.loads(CASE.to_json()), "backend": "triton", "dtype": "float64"}))
+    case = replace(CASE, backend="triton", dtype="float64")
     assert fuzz_checks.check(case, "cpu")["verdict"] == "refused"
 
 
