@@ -34,7 +34,13 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def measure(
-    value: Tensor, plain: Tensor, truth: Tensor, factor: int, dtype: torch.dtype, whole: float | None = None
+    value: Tensor,
+    plain: Tensor,
+    truth: Tensor,
+    factor: int,
+    dtype: torch.dtype,
+    whole: float | None = None,
+    truncates: bool = False,
 ) -> Error:
     """The error of a value beside that of plain PyTorch.
 
@@ -45,18 +51,19 @@ def measure(
         dtype: of the inputs; one rounding to it is allowed.
         whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
+        truncates: the value was rounded toward zero, which errs by twice as much as to the nearest.
     """
     truth = truth.double()
     error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))
-    unit = torch.finfo(dtype).eps / 2
-    # 29 bits finer, less two: here the truth is rounded, too
-    finer = 2**-27 if dtype == torch.float64 else 1
-    rounding = ROUNDING * finer * (size if whole is None else whole)
+    unit = torch.finfo(dtype).eps / (1 if truncates else 2)
+    # float64 has 29 bits more than float32; two less, since here the truth is rounded, too
+    scale = 2**-27 if dtype == torch.float64 else 2 if truncates else 1
+    rounding = ROUNDING * scale * (size if whole is None else whole)
     if whole is not None and unit > 2**-24:
         # in half precision, what cancels in a gradient that is zero was rounded: a sixteenth of a rounding of the whole
         rounding = max(rounding, unit / 16 * whole)
     # max ignores a NaN of the plain result, which then allows nothing beyond roundings
-    allowed = max(unit * size + factor * rounding, factor * finer * plain_error)
+    allowed = max(unit * size + factor * rounding, factor * scale * plain_error)
     relative = error / size if size else 0.0 if error == 0 else float("inf")
     ratio = error / allowed if allowed else 0.0 if error == 0 else float("inf")
     return Error(relative, ratio)

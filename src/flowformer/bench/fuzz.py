@@ -23,6 +23,8 @@ from typing import IO, Any
 
 import torch
 
+from ..ops.backends import BACKENDS
+from ..ops.variant import nearest
 from .fuzz_cases import LIMITS, Case, draw_case, draw_configuration
 from .fuzz_checks import check
 
@@ -31,8 +33,7 @@ FAILURES = ("fail", "died", "hang")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs cases; 1 if one failed."""
-    options = _parser().parse_args(arguments)
-    backends = options.backends.split(",")
+    options = _parse(arguments)
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
     if options.case is not None:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(options.out.open("a")) if options.out else None
         summary = Summary(options.device, out)
-        drawn = draw(options.seed, options.device, backends, options.shapes)
+        drawn = draw(options.seed, options.device, options.backends, options.shapes)
         with contextlib.suppress(KeyboardInterrupt):
             _run(drawn, options, summary)
     summary.print()
@@ -211,12 +212,17 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
             worker.stop()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "flowformer bench fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--backends", default="triton,torch", help="which to call, separated by commas")
+    parser.add_argument(
+        "--backends",
+        type=lambda text: text.split(","),
+        default=["triton", "torch"],
+        help="which to call, separated by commas; default triton,torch",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--cases", type=int, default=1000, help="stop after this many cases")
     parser.add_argument("--seed", type=int, default=0, help="of the cases: the same seed draws the same ones")
@@ -225,7 +231,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a case counts as hanging")
     parser.add_argument("--out", type=Path, help="append a JSON line for each case to this file")
     parser.add_argument("--case", help="run this case alone, as a failure prints it")
-    return parser
+    options = parser.parse_args(arguments)
+    for name in options.backends:
+        if name not in BACKENDS:
+            parser.error(f"unknown backend {name!r}{nearest(name, BACKENDS)}; accepted: {', '.join(BACKENDS)}.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch finds none; --device cpu runs kernels in the interpreter.")
+    return options
 
 
 if __name__ == "__main__":

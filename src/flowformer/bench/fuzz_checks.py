@@ -108,6 +108,8 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
     coarse = torch.float32 if dtype == torch.float64 else dtype
     plain = oracle([x.to(coarse if i < 3 else torch.float32) for i, x in enumerate(exact)])
     whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name.startswith("d_")))
+    # Triton's interpreter casts float32 to bfloat16 by leaving the last bits out
+    truncates = case.backend == "triton" and device == "cpu" and dtype == torch.bfloat16
     errors: dict[str, Any] = {}
     broken: list[str] = []
     for name, result in results.items():
@@ -116,7 +118,7 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
             continue
         value, other, truth = _comparable(case, name, result, plain[name], truths[name])
         factor, size = (GRADIENT, whole) if name.startswith("d_") else (FORWARD, None)
-        error = measure(value, other, truth, factor, dtype, size)
+        error = measure(value, other, truth, factor, dtype, size, truncates)
         errors[name] = {"relative": error.relative, "ratio": error.ratio}
         if not error.obeys:
             broken.append(name)

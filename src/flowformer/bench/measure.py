@@ -162,10 +162,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """With a + if files differ from it."""
+    """Of the checkout, with a + if files differ from it; an installed package is in none, whatever lies around it."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return "unknown"
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+        result = subprocess.run(command, capture_output=True, text=True, cwd=root)
     except OSError:
         return "unknown"
     return result.stdout.strip() or "unknown"
