@@ -311,6 +311,23 @@ def test_packed_refuses_keys_that_are_bound_otherwise():
         kernels.packed(*inputs, (bounds, others, 40, 40), 1.0, DEFAULT)
 
 
+@pytest.mark.parametrize("feature_map", ["sigmoid", "elu+1"])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_small_inputs_keep_their_gradients(feature_map, dim, monkeypatch):
+    """Features are then nearly φ(0): without an allocation, all of dQ is what remains after they cancel."""
+    segments(monkeypatch, 2, 1)
+    sinks = 777 if DEVICE == "cuda" else 40
+    query, key, value = inputs_of(torch.bfloat16, batch=1, heads=1, sinks=sinks, dim=dim)
+    given = query * 0.2, key * 0.2, value
+    variant = FlowVariant(feature_map=feature_map, allocation="none", competition="none")
+    ours = with_gradients(lambda q, k, v: kernels.causal(q, k, v, None, 0.125, variant), given)
+    truths = with_gradients(
+        lambda q, k, v: oracle(q, k, v, is_causal=True, variant=variant, scale=0.125), [x.double() for x in given]
+    )
+    for mine, truth in zip(ours, truths, strict=True):
+        assert relative_error(mine, truth) < 0.03
+
+
 @pytest.mark.parametrize("magnitude", [0.0, 1e4])
 def test_finite_for_extreme_inputs(magnitude, monkeypatch):
     segments(monkeypatch, 2, 1)
@@ -399,7 +416,7 @@ def test_the_operators_pass_opcheck():
     options = (1.0, *DEFAULT.as_args())
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
-        inputs = query, key, value, None, None, 5, keep, None, None, None, *options
+        inputs = query, key, value, None, None, None, 5, keep, None, None, None, *options
         torch.library.opcheck(torch.ops.flowformer.triton_causal.default, inputs, test_utils=tests)
     result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
     torch.library.opcheck(

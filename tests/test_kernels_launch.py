@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +139,40 @@ def test_kernels_without_wgmma_leave_the_environment_as_it_was(monkeypatch):
             launch.fit([kernel(jitted)], torch.device("cuda"), wgmma)
             assert jitted.compiled[0][1] == inside
             assert os.environ.get("DISABLE_MMA_V3") == before
+
+
+def test_kernels_of_the_following_call_are_compiled_too():
+    jitted, following, launches = Jitted(), Jitted(), Launches()
+    for _ in range(2):
+        launches((torch.randn(3), None), lambda *x: [kernel(jitted, *x)], lambda: [kernel(following)] * 2)
+    assert [len(each.compiled) for each in (jitted, following)] == [1, 2]
+    assert not following.launches
+
+
+def test_forks_run_a_function_in_a_child_and_then_here(tmp_path):
+    def function(name):
+        with (tmp_path / name).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return name
+
+    forks = launch.Forks()
+    futures = [forks.submit(functools.partial(function, name)) for name in ("a", "b")]
+    forks.join()
+    assert [future.result() for future in futures] == ["a", "b"]
+    for name in ("a", "b"):
+        child, parent = (tmp_path / name).read_text().split()
+        assert child != parent == str(os.getpid())
+
+
+def test_forks_survive_children_that_fail_or_hang(monkeypatch):
+    monkeypatch.setattr(launch.Forks, "SECONDS", 0.2)
+    here, forks = os.getpid(), launch.Forks()
+    hanging = forks.submit(lambda: time.sleep(60) if os.getpid() != here else "done")
+    failing = forks.submit(lambda: 1 / 0)
+    forks.join()
+    assert hanging.result() == "done"
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
 
 
 def test_the_interpreter_remembers_nothing(monkeypatch):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +36,19 @@ from ..varlen import Lengths, check_bounds
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
 from .hardware import MAX_DIM, is_hopper, num_sms
-from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, contiguous, dense, empty, signature
+from .launch import (
+    PLAN_CACHE_SIZE,
+    Argument,
+    Kernel,
+    Launches,
+    Strides,
+    aligned,
+    arguments,
+    contiguous,
+    dense,
+    empty,
+    signature,
+)
 
 MEMORY = 128 * 128  # numbers of S that one program holds, of float32 fewer; more are cut along E
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
@@ -97,8 +110,17 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
     extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
     plan = _planned((query, key, value, result), extras, longest, keep, options)
     kept, scratch = empty(plan.kept, query.device), empty(plan.scratch, query.device)
-    plan.launches((query, key, value, *extras, result, kept, scratch), plan.forward)
+    following = functools.partial(_following, query, key, value, result, kept, extras, longest, options)
+    plan.launches((query, key, value, *extras, result, kept, scratch), plan.forward, following if keep else None)
     return result, kept
+
+
+def _following(query, key, value, result, kept, extras, longest, options) -> Iterator[Kernel]:
+    """The kernels of the backward pass, if gradients are laid out as what they are of."""
+    tensors = query, key, value, result, query, key, value
+    plan = _planned(tensors, extras, longest, True, options)
+    tensors = *tensors, *extras, kept, empty(plan.scratch, torch.device("meta"))
+    return plan.backward(*arguments(tensors))
 
 
 def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):

@@ -19,7 +19,7 @@ from ..variant import FlowVariant
 from ..varlen import check_bounds
 from .causal_plan import config, kept_sizes, plan_of, segment_count, state_sizes
 from .decode import decode
-from .launch import contiguous, dense, empty
+from .launch import arguments, contiguous, dense, empty
 
 
 def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
@@ -115,7 +115,20 @@ def forward(
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
     scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
     inputs = query, key, value, _positions(mask), bounds, sums, memory, scalars
-    plan.launches((*inputs, result, kept, end, scratch), plan.forward)
+
+    def following():
+        """The kernels of the backward pass, if gradients are laid out as what they are of."""
+        tensors = query, key, value, mask, bounds, result, None, scalars, result, kept
+        later = plan_of(tensors, longest, True, scale, variant)
+        outs = (
+            query,
+            *_key_gradients(query, key, value, "meta"),
+            end,
+            empty(later.backward_scratch, torch.device("meta")),
+        )
+        return later.backward(*arguments((*tensors[:3], inputs[3], *tensors[4:], *outs)))
+
+    plan.launches((*inputs, result, kept, end, scratch), plan.forward, following if keep else None)
     return result, end, kept
 
 
@@ -125,13 +138,10 @@ def backward(
     """The gradients of query, key and value, and of the state before the first token."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     grad_end, scalars = contiguous(grad_end), contiguous(scalars)
-    (batch, heads, _, dim), value_dim = query.shape, value.shape[3]
+    heads, dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     shared = heads // max(key.shape[1], 1)
     grad_query = torch.empty_like(query)
-    # every query head writes its own; those that share a key head are added up in a fixed order afterwards
-    grad_key, grad_value = (
-        torch.empty_like(x) if shared == 1 else x.new_empty(batch, heads, *x.shape[2:]) for x in (key, value)
-    )
+    grad_key, grad_value = _key_gradients(query, key, value, query.device)
     if bounds is not None:
         for x in (grad_query, grad_key, grad_value):
             x.zero_()
@@ -147,6 +157,16 @@ def backward(
     if shared > 1:
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, start
+
+
+def _key_gradients(query, key, value, device) -> list[Tensor]:
+    """Those of key and value, uninitialised: every query head writes its own.
+
+    Those that share a key head are added up in a fixed order afterwards.
+    """
+    if query.shape[1] == key.shape[1]:
+        return [torch.empty_like(x, device=device) for x in (key, value)]
+    return [x.new_empty(*query.shape[:2], *x.shape[2:], device=device) for x in (key, value)]
 
 
 def empty_outputs(query, value, bounds, longest, keep, feature_map):

@@ -24,6 +24,7 @@ from .causal_parts import (
     across,
     inside_of,
     load_count,
+    load_features,
     load_rows,
     load_tiles,
     load_vector,
@@ -38,7 +39,7 @@ from .causal_parts import (
     truncated,
     within,
 )
-from .features import centred_features, feature_gradient
+from .features import centred_feature, feature_gradient
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -50,8 +51,8 @@ def gradient_kernel(
     plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr,
-    CENTRE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, CENTRED: tl.constexpr,
+    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
@@ -62,6 +63,10 @@ def gradient_kernel(
     part. So I takes away what is there to the last digit. BALANCE says who knows it: the program, which has all
     features ("own"), or an earlier launch that did nothing else ("measured", after "measure"). Where nothing is rounded
     it is as good as it is ("none").
+
+    Without an allocation nothing changes when q is scaled, so ⟨q, dq⟩ = 0, and where inputs are small and φ is nearly
+    φ(0) in all features, dq is a small remainder of terms that cancel. CENTRED products then take φ − φ(0), which
+    bfloat16 holds as exactly as any number, and ⟨q, dq⟩ = 0 gives what all features have in common.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     a_token = D if DENSE else a_token * ALIGN
@@ -87,13 +92,13 @@ def gradient_kernel(
     sums += index * (size // C) * (4 * D)
     after += index * (size // C) * (4 * D)
     lower = triangle(C, False)
-    # S is `memory` plus `common` in every row
-    memory, common = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
+    memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
-        if CENTRE != 0:
-            common += tl.sum(memory, 0) / tl.minimum(D - tile * BLOCK_D, BLOCK_D)
-            memory = tl.where((columns < D)[:, None], memory - common[None, :], 0.0)
+        if CENTRED:
+            # any row, the same for all tiles
+            row_of_first = load_vector(memories, index * D, tl.arange(0, BLOCK_E), E)
+            memory = tl.where((columns < D)[:, None], memory - row_of_first[None, :], 0.0)
     OWN_INVERSE: tl.constexpr = INVERSE_OUTGOING if REVERSE else INVERSE_INCOMING
     OTHER_INVERSE: tl.constexpr = INVERSE_INCOMING if REVERSE else INVERSE_OUTGOING
     OWN_FLOW: tl.constexpr = GRAD_OUTGOING if REVERSE else GRAD_INCOMING
@@ -101,6 +106,8 @@ def gradient_kernel(
     OWN_CONSERVED: tl.constexpr = GRAD_CONSERVED_OUTGOING if REVERSE else GRAD_CONSERVED_INCOMING
     OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
     MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
+    # dQ is a small difference of large terms: rounded but once, they would cost it two bits
+    HALVES: tl.constexpr = tl.bfloat16 == DOT and REVERSE == 0
     mine = 1 - REVERSE
     later = load_vector(grad_sums, row * 4 + mine, columns, D)
     later += sum_segments(partial, segment + 1, segments, segments, columns, mine, D)
@@ -113,10 +120,14 @@ def gradient_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         base = first + chunk * C
         rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        a = load_rows(own, base, rows, a_token, keep, positions, tile, D, BLOCK_D)
-        a = centred_features(a, scale, MAP, FAST, DOT, CENTRE)
-        b = load_rows(other, base, rows, b_token, keep, positions, tile, D, BLOCK_D)
-        b = centred_features(b, scale, MAP, FAST, DOT, CENTRE)
+        a, _ = load_features(own, base, rows, a_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        if CENTRED:
+            b = load_rows(other, base, rows, b_token, keep, positions, tile, D, BLOCK_D)
+            b = (centred_feature(b, scale, MAP)).to(DOT)
+        else:
+            b, _ = load_features(
+                other, base, rows, b_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT
+            )
         u = load_rows(left, base, rows, u_token, keep, positions, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, rows, m_token, keep, positions, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
@@ -145,14 +156,8 @@ def gradient_kernel(
         gradient = across(u, high.to(DOT), PRECISION)
         if HALVES:
             gradient = tl.dot(u, tl.trans((memory - high).to(DOT)), gradient, input_precision=PRECISION)
-        if CENTRE != 0:
-            gradient += tl.sum(u.to(tl.float32) * common[None, :], 1)[:, None]
-            common += CENTRE * tl.sum(given.to(tl.float32), 0)
         gradient *= take[:, None]
         memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
-        phi = a.to(tl.float32) + CENTRE
-        if D % BLOCK_D:
-            phi = tl.where((columns < D)[None, :], phi, 0.0)
         if not REVERSE:
             high = met
             if HALVES:
@@ -160,13 +165,15 @@ def gradient_kernel(
                 low = within(met - high, lower, FAST, DOT)
                 gradient = tl.dot(low, b, gradient, input_precision=PRECISION)
             gradient = tl.dot(within(high, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
-            if CENTRE != 0:
-                gradient += CENTRE * tl.sum(tl.where(lower != 0, met, 0.0), 1)[:, None]
-            if BALANCE == "measured":
+            if CENTRED:
+                pass
+            elif BALANCE == "measured":
                 found = load_tiles(grads_at + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
             else:
-                found = tl.sum(gradient * phi, 1)
-            if BALANCE == "measure":
+                found = tl.sum(gradient * a.to(tl.float32), 1)
+            if CENTRED:
+                pass
+            elif BALANCE == "measure":
                 tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
             elif BALANCE != "none":
                 flow -= (found - overlap) * inverse / position
@@ -182,14 +189,25 @@ def gradient_kernel(
         weights = tl.where(tokens[:, None] == tokens[None, :], from_later + from_earlier, from_later)
         weights = tl.where(tokens[:, None] > tokens[None, :], from_earlier, weights)
         gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
-        if CENTRE != 0:
-            gradient += CENTRE * tl.sum(weights, 1)[:, None]
         if RAISED:
             once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
             gradient += eps * once[:, None]
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
-        gradient = feature_gradient(gradient, phi, MAP)
+        if CENTRED:
+            phi = a.to(tl.float32)
+            found, total = tl.sum(gradient * phi, 1), tl.sum(phi, 1)
+            TILES_D: tl.constexpr = tl.cdiv(D, BLOCK_D)
+            if BALANCE == "measure":
+                tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
+                tl.store(grads_at + (MEASURED + TILES_D + tile) * plane, total, mask=inside)
+            else:
+                if BALANCE == "measured":
+                    found = load_tiles(grads_at + MEASURED * plane, plane, inside, TILES_D)
+                    total = load_tiles(grads_at + (MEASURED + TILES_D) * plane, plane, inside, TILES_D)
+                # saturated features may all be 0, and so are then their gradients
+                gradient -= (found / tl.maximum(total, 1e-20))[:, None]
+        gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
         if scale is not None:
             gradient *= scale
         if positions is not None:

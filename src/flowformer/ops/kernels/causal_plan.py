@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,14 +12,13 @@ import triton.language as tl
 
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_gradient, causal_parts
-from .features import CENTRES, fast
+from .features import fast
 from .hardware import num_sms
 from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, signature
 
 SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
 BUSY = 0.75  # share of the SMs that whole heads must occupy for only long ones to be cut
 SHORTEST, LONG = 256, 2048  # tokens worth a segment of their own, where heads occupy fewer SMs than that, and else
-HALVES = os.environ.get("FLOW_HALVES", "1") == "1"
 SMALL = 2.0**-14  # an ε that bfloat16 features of about a half cannot hold, not even several times
 
 
@@ -78,15 +76,15 @@ CONFIGS = {
 def config(dtype: torch.dtype, dim: int, value_dim: int, feature_map: str) -> Config:
     size = next(size for size in (64, 128, 256) if max(dim, value_dim) <= size)
     found = CONFIGS[dtype, size]
-    if found.chunk > 32 and not (_is_uniform(dim, value_dim) and feature_map == "sigmoid"):
+    if found.chunk > 32 and not (dim == value_dim == size and feature_map == "sigmoid"):
         # a longer chunk needs wgmma
         found = found._replace(chunk=32)
     return found
 
 
 def _is_uniform(dim: int, value_dim: int) -> bool:
-    """Whether all factors of matrix products are of one width: the shapes whose wgmma ptxas 12.8 addresses right."""
-    return dim == value_dim and dim in (64, 128, 256)
+    """Whether queries, keys and values are of one width: the shapes whose wgmma ptxas 12.8 addresses right."""
+    return _block(dim) == _block(value_dim) >= 64
 
 
 class Plan:
@@ -128,10 +126,13 @@ class Plan:
         self.competition = {"COMPETITION": variant.competition}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
-        self.launches = Launches(wgmma=_is_uniform(dim, value_dim) and variant.feature_map == "sigmoid")
+        self.launches = Launches(wgmma=_is_uniform(dim, value_dim))
         # the launches for the gradients of queries, then of keys (in reverse), and how they are balanced
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
+        # scaling q changes nothing but by way of ε, which bfloat16 does not see
+        invariant = variant.allocation == "none" and max(variant.eps, variant.flow_eps) < SMALL
+        self.centred = invariant and dtype == torch.bfloat16 and variant.feature_map != "relu"
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value_dim
@@ -145,7 +146,7 @@ class Plan:
         # of tokens the planes; of chunks what comes after them; of segments the gradients of Σk and Σq, and Z
         planes = causal_parts.GRAD_PLANES.value + 2 * tiles
         if (0, "measure") in self.gradients:
-            planes += self.feature_tiles
+            planes += 2 * self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
         if segments > 1:
             # the gradients of Σk/O and Σq/I, what later ones reach it by, dS, and dS after it
@@ -268,8 +269,8 @@ class Plan:
                 "BLOCK_D": self.tile_d,
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
-                "CENTRE": CENTRES[self.features["MAP"]],
-                "HALVES": self.features["DOT"] == tl.bfloat16 and not reverse and HALVES,
+                # the sums of a state, which may have gradients of their own, do change with q
+                "CENTRED": self.centred and not reverse and grad_end is None,
             }
             raised = self.features["DOT"] != tl.bfloat16 or self.eps > SMALL
             yield self._kernel(

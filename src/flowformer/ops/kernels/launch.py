@@ -1,4 +1,4 @@
-"""Launch cache: kernels of a call are compiled side by side once, then replayed with new pointers.
+"""Launch cache: the kernels of a call are compiled once, side by side, then replayed with new pointers.
 
 Triton re-specialises the arguments of every launch, which costs more than a short kernel runs. So the first call of a
 plan records the compiled launchers, and later calls only fill in pointers and the stream.
@@ -10,10 +10,13 @@ import functools
 import itertools
 import operator
 import os
+import signal
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +46,10 @@ class Argument(NamedTuple):
         return [Argument(part, self.position, start) for part, start in zip(parts, starts, strict=False)]
 
 
+def arguments(tensors: Iterable[Tensor | None]) -> list[Argument | None]:
+    return [None if x is None else Argument(x, position) for position, x in enumerate(tensors)]
+
+
 class Kernel(NamedTuple):
     """A kernel and what it is launched with."""
 
@@ -69,16 +76,25 @@ class Launches:
         self._constants: list[Mapping[str, Any]] | None = None
         self._replay: Callable[[Sequence[Any]], None] | None = None
 
-    def __call__(self, tensors: Sequence[Any], describe: Callable[..., Iterable[Kernel]]) -> None:
-        """Launches the kernels that `describe` makes of the tensors, of which all but the first may be None."""
+    def __call__(
+        self,
+        tensors: Sequence[Any],
+        describe: Callable[..., Iterable[Kernel]],
+        ahead: Callable[[], Iterable[Kernel]] | None = None,
+    ) -> None:
+        """Launches the kernels that `describe` makes of the tensors, of which all but the first may be None.
+
+        Args:
+            ahead: the kernels of another call that will follow, to be compiled beside these.
+        """
         with device_of(tensors[0]):
             if self._replay is not None:
                 self._replay(tensors)
                 return
-            arguments = (None if x is None else Argument(x, position) for position, x in enumerate(tensors))
-            kernels = list(describe(*arguments))
+            kernels = list(describe(*arguments(tensors)))
             if self._constants is None:
-                self._constants = fit(kernels, tensors[0].device, self._wgmma)
+                following = () if ahead is None else list(ahead())
+                self._constants = fit([*kernels, *following], tensors[0].device, self._wgmma)[: len(kernels)]
             kernels = [kernel._replace(constants=c) for kernel, c in zip(kernels, self._constants, strict=True)]
             compiled = [_launch(kernel) for kernel in kernels]
             # the interpreter compiles nothing
@@ -112,19 +128,55 @@ _compiling = threading.Lock()  # the environment variable below is the whole pro
 
 def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
     """Compiles kernels without running them. Returns: the bytes of shared memory that each needs."""
-    with (
-        _compiling,
-        nullcontext() if wgmma else _without_wgmma(),
-        ThreadPoolExecutor() as pool,
-        triton.AsyncCompileMode(pool),
-    ):
-        compiled = [
-            kernel.function.warmup(*_values(kernel), **kernel.constants, num_warps=kernel.warps, grid=kernel.grid)
-            for kernel in kernels
-        ]
-        # a kernel that was compiled before is no future
-        compiled = [each.result() if hasattr(each, "result") else each for each in compiled]
+    with _compiling, nullcontext() if wgmma else _without_wgmma():
+        forks = Forks()
+        with triton.AsyncCompileMode(forks):
+            compiled = [
+                kernel.function.warmup(*_values(kernel), **kernel.constants, num_warps=kernel.warps, grid=kernel.grid)
+                for kernel in kernels
+            ]
+            forks.join()
+    # a kernel that was compiled before is no future
+    compiled = [each.result() if hasattr(each, "result") else each for each in compiled]
     return [each.metadata.shared for each in compiled]
+
+
+class Forks(Executor):
+    """Runs each function in a child process for what it leaves on disk, then in this one for its result.
+
+    Triton compiles under the GIL, so threads would wait for one another; the parent then finds the kernel in Triton's
+    cache. Children are forked as torch's data loaders fork theirs, and never touch the GPU.
+    """
+
+    SECONDS = 120  # after which a child is taken to hang; its function then runs in this process alone
+
+    def __init__(self) -> None:
+        self._running: list[tuple[int, Callable[[], Any], Future]] = []
+
+    def submit(self, function: Callable[[], Any], /) -> Future:  # type: ignore[override]
+        future: Future = Future()
+        with warnings.catch_warnings():
+            # Python warns that a lock may be held by another thread: at worst the child hangs
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                function()
+            os._exit(0)
+        self._running.append((child, function, future))
+        return future
+
+    def join(self) -> None:
+        end = time.monotonic() + self.SECONDS
+        for child, function, future in self._running:
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > end:
+                    os.kill(child, signal.SIGKILL)
+                time.sleep(0.002)
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
 
 
 @contextmanager
