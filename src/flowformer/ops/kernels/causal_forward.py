@@ -51,7 +51,7 @@ from .causal_parts import (
     triangle,
     within,
 )
-from .features import sigmoid
+from .features import centred_feature, sigmoid
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -301,9 +301,12 @@ def memory_kernel(
     plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    COMPETITION: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it; from right to left, where `conserve` has been last."""
+    """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it; from right to left, where `conserve` has been last.
+
+    CENTRE is φ(0) where the backward pass needs what features differ by, see `gradient_kernel`, and 0 otherwise.
+    """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     k_token = D if DENSE else k_token * ALIGN
     v_token = E if DENSE else v_token * ALIGN
@@ -325,16 +328,25 @@ def memory_kernel(
             finish(positions, state_scalars, logs, end_scalars, batch, length, start, last, log_end, segments,
                    COMPETITION)  # fmt: skip
     count, tokens = load_count(state_scalars), tl.arange(0, C)
-    memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    memory, common = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         base = first + (chunks - 1 - step) * C
         rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        if CENTRE != 0:
+            k = load_rows(key, base, rows, k_token, keep, positions, 0, D, BLOCK_D)
+            k = centred_feature(k, scale, MAP).to(DOT)
+        else:
+            k, _ = load_features(key, base, rows, k_token, keep, positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
         v = load_rows(value, base, rows, v_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at = flows + base + tokens
         competition = make_competition(at, plane, keep, position, log_start, clamp, FAST, COMPETITION)
-        memory = tl.dot(tl.trans(k), (v * competition[:, None]).to(DOT), memory, input_precision=PRECISION)
+        competing = v * competition[:, None]
+        memory = tl.dot(tl.trans(k), competing.to(DOT), memory, input_precision=PRECISION)
+        if CENTRE != 0:
+            common += CENTRE * tl.sum(competing, 0)
+    if CENTRE != 0:
+        memory += common[None, :]
     store_memory(partial + (row * segments + segment) * (D * E), tile, memory, D, BLOCK_D, E, BLOCK_E)
 
 

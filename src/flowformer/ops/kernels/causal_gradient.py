@@ -51,7 +51,7 @@ def gradient_kernel(
     plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, CENTRED: tl.constexpr,
+    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, CENTRE: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
@@ -65,8 +65,8 @@ def gradient_kernel(
     it is as good as it is ("none").
 
     Without an allocation nothing changes when q is scaled, so ⟨q, dq⟩ = 0, and where inputs are small and φ is nearly
-    φ(0) in all features, dq is a small remainder of terms that cancel. CENTRED products then take φ − φ(0), which
-    bfloat16 holds as exactly as any number, and ⟨q, dq⟩ = 0 gives what all features have in common.
+    φ(0) in all features, dq is a small remainder of terms that cancel. CENTRE is then φ(0), 0 otherwise: products take
+    φ − φ(0), which bfloat16 holds as exactly as any number, and ⟨q, dq⟩ = 0 gives what all features have in common.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
     a_token = D if DENSE else a_token * ALIGN
@@ -95,7 +95,7 @@ def gradient_kernel(
     memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
-        if CENTRED:
+        if CENTRE != 0:
             # any row, the same for all tiles
             row_of_first = load_vector(memories, index * D, tl.arange(0, BLOCK_E), E)
             memory = tl.where((columns < D)[:, None], memory - row_of_first[None, :], 0.0)
@@ -120,11 +120,15 @@ def gradient_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         base = first + chunk * C
         rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        a, _ = load_features(own, base, rows, a_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        if CENTRED:
+        if CENTRE != 0:
+            a = load_rows(own, base, rows, a_token, keep, positions, tile, D, BLOCK_D)
+            phi = tl.where((columns < D)[None, :], centred_feature(a, scale, MAP) + CENTRE, 0.0)
             b = load_rows(other, base, rows, b_token, keep, positions, tile, D, BLOCK_D)
-            b = (centred_feature(b, scale, MAP)).to(DOT)
+            b = centred_feature(b, scale, MAP).to(DOT)
         else:
+            a, _ = load_features(
+                own, base, rows, a_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT
+            )
             b, _ = load_features(
                 other, base, rows, b_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT
             )
@@ -165,18 +169,15 @@ def gradient_kernel(
                 low = within(met - high, lower, FAST, DOT)
                 gradient = tl.dot(low, b, gradient, input_precision=PRECISION)
             gradient = tl.dot(within(high, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
-            if CENTRED:
-                pass
-            elif BALANCE == "measured":
-                found = load_tiles(grads_at + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
-            else:
-                found = tl.sum(gradient * a.to(tl.float32), 1)
-            if CENTRED:
-                pass
-            elif BALANCE == "measure":
-                tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
-            elif BALANCE != "none":
-                flow -= (found - overlap) * inverse / position
+            if CENTRE == 0:
+                if BALANCE == "measured":
+                    found = load_tiles(grads_at + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
+                else:
+                    found = tl.sum(gradient * a.to(tl.float32), 1)
+                if BALANCE == "measure":
+                    tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
+                elif BALANCE != "none":
+                    flow -= (found - overlap) * inverse / position
         from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             from_later += met
@@ -194,8 +195,7 @@ def gradient_kernel(
             gradient += eps * once[:, None]
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
-        if CENTRED:
-            phi = a.to(tl.float32)
+        if CENTRE != 0:
             found, total = tl.sum(gradient * phi, 1), tl.sum(phi, 1)
             TILES_D: tl.constexpr = tl.cdiv(D, BLOCK_D)
             if BALANCE == "measure":
@@ -207,7 +207,9 @@ def gradient_kernel(
                     total = load_tiles(grads_at + (MEASURED + TILES_D) * plane, plane, inside, TILES_D)
                 # saturated features may all be 0, and so are then their gradients
                 gradient -= (found / tl.maximum(total, 1e-20))[:, None]
-        gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
+            gradient = feature_gradient(gradient, phi, MAP)
+        else:
+            gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
         if scale is not None:
             gradient *= scale
         if positions is not None:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_gradient, causal_parts
-from .features import fast
+from .features import CENTRES, fast
 from .hardware import num_sms
 from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, signature
 
@@ -132,7 +132,7 @@ class Plan:
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
         # scaling q changes nothing but by way of ε, which bfloat16 does not see
         invariant = variant.allocation == "none" and max(variant.eps, variant.flow_eps) < SMALL
-        self.centred = invariant and dtype == torch.bfloat16 and variant.feature_map != "relu"
+        self.centre = CENTRES[variant.feature_map] if invariant and dtype == torch.bfloat16 else 0.0
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value_dim
@@ -200,7 +200,7 @@ class Plan:
                 (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
                 (key, value),
                 (self.plane, *self.tokens, self.eps, self.clamp),
-                self.features | self.values | self.competition,
+                self.features | self.values | self.competition | {"CENTRE": self.centre},
                 tiles=self.value_tiles,
             )
             yield self._scan(increments, memory, memories, end_memory, reverse=False)
@@ -270,7 +270,7 @@ class Plan:
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
                 # the sums of a state, which may have gradients of their own, do change with q
-                "CENTRED": self.centred and not reverse and grad_end is None,
+                "CENTRE": self.centre if not reverse and grad_end is None else 0.0,
             }
             raised = self.features["DOT"] != tl.bfloat16 or self.eps > SMALL
             yield self._kernel(

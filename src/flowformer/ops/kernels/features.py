@@ -95,6 +95,10 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: 
     return phi.to(DOT), (phi + eps).to(DOT)
 
 
+# φ(0): what the features of small inputs have in common
+CENTRES = {"sigmoid": 0.5, "elu+1": 1.0, "relu": 0.0}
+
+
 @triton.jit
 def centred_feature(x, scale, MAP: tl.constexpr):
     """φ(scale·x) − φ(0) without cancellation, of "sigmoid" or "elu+1"; without a scale it is 1."""
