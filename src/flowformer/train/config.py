@@ -211,10 +211,6 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
     return config_from(TrainConfig, {**fields, **parts})
 
 
-def save(config: TrainConfig, path: Path) -> None:
-    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-
-
 def load(path: Path) -> TrainConfig:
     return from_dict(json.loads(path.read_text()))
 

@@ -33,13 +33,12 @@ from torch.utils.data import Dataset
 
 from .. import data
 from ..data import Splits
-from . import checkpoints, tasks
+from . import checkpoints, claims, tasks
 from .config import TrainConfig, to_dict
 from .config import load as load_config
-from .config import save as save_config
 from .loader import batches as load_batches
 from .order import Batches, SeededItems, steps_per_epoch
-from .record import RunLog, peak_memory, provenance
+from .record import RunLog, is_main, peak_memory, provenance
 
 CONFIG, PROVENANCE, RESULT = "config.json", "provenance.json", "result.json"
 _AUTOCAST = ("bf16", "fp16")
@@ -90,9 +89,11 @@ def train(
         resume: go on from the newest checkpoint in the folder, if there is one.
         report: is called with every record of the log, and with {"kind": "step"} after each update.
 
-    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written.
+    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written. Raises `claims.FolderInUseError` if
+    another process trains in the folder.
     """
-    return Trainer(config, Path(folder), splits, data_dir, resume, report).run()
+    with claims.claimed(Path(folder), is_main()) as claim:
+        return Trainer(config, Path(folder), splits, data_dir, resume, report, claim).run()
 
 
 class Trainer:
@@ -106,9 +107,10 @@ class Trainer:
         data_dir: str | Path | None,
         resume: bool,
         report: Report,
+        claim: claims.Claim | None = None,
     ) -> None:
         self.accelerator = _accelerator(config)
-        self.folder, self.report = folder, report
+        self.folder, self.report, self.claim = folder, report, claim
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
         self.config = config = self.task.fitted(config, self.splits.info)
@@ -154,6 +156,10 @@ class Trainer:
                 while progress.step < self.steps:
                     started = time.perf_counter()
                     self._update([next(batches) for _ in range(config.accumulate)])
+                    if self.claim is not None and self.claim.lost:
+                        raise claims.FolderInUseError(
+                            f"{self.folder} was taken over while this process slept; it stops here and writes nothing."
+                        )
                     last = progress.step == self.steps
                     if last or progress.step % config.log_every == 0:
                         self._log_update(started)
@@ -345,7 +351,7 @@ class Trainer:
     def _prepare_folder(self) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_config(self.config, self.folder / CONFIG)
+            checkpoints.write_text(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
             facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
             checkpoints.write_text(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         self.accelerator.wait_for_everyone()
