@@ -197,6 +197,9 @@ class Queue:
         limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
         # a checkpoint follows the update, or the evaluation, that is on its way
         stop_at = limit if self.minutes is None else limit - min(60.0, 15 * self.minutes)
+        for job in self.jobs:
+            if job.done.exists() and claims.owner(job.folder) is None:
+                _free(job)
         waiting = deque(job for job in self.jobs if job.blocked is None and not job.done.exists())
         self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
         with _interrupts() as interrupted:
@@ -281,6 +284,7 @@ class Queue:
             if code == 0 and unfinished.exists():
                 unfinished.replace(job.done)
             if job.done.exists():
+                _free(job)
                 done = sum(each.done.exists() for each in self.jobs)
                 self.say(f"done: {job.label} ({done} of {len(self.jobs)})")
             elif code == 130:
@@ -305,6 +309,11 @@ class Queue:
             process.wait()
             self.say(f"ended: {job.label}, which goes on from the checkpoint before")
         self._running.clear()
+
+
+def _free(job: Job) -> None:
+    """A finished run goes on from nowhere; its checkpoints would be most of what a queue takes on the disk."""
+    shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
 
 
 def default_pack() -> int:

@@ -16,7 +16,7 @@ from ..models.counts import count
 from ..ops.variant import FlowVariant, nearest
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .loop import CONFIG, PROVENANCE, RESULT, collate_for, evaluate
+from .loop import CONFIG, PROVENANCE, RESULT, evaluate, padded_length
 from .paper import paper_score, percent
 
 if TYPE_CHECKING:
@@ -70,13 +70,14 @@ _NOT_OF_THE_RESULT = (
     "seed",
     "workers",
     "parallel",
+    "on_device",
     "log_every",
     "checkpoint_every",
     "keep",
     "model.attention",
 )
 # other arithmetic, the same experiment: shown beside the paper's number, and named there
-ARITHMETIC = ("precision", "compile", "accumulate")
+ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
 def collect(sources: Iterable[Path]) -> list[Row]:
@@ -211,7 +212,9 @@ def evaluate_run(
     accelerator = Accelerator()
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
-    return evaluate(accelerator, objective, dataset, config, collate_for(config, splits)) if played is None else played
+    return (
+        evaluate(accelerator, objective, dataset, config, padded_length(config, splits)) if played is None else played
+    )
 
 
 @torch.no_grad()

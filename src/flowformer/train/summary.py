@@ -13,9 +13,9 @@ from .checkpoints import write_text
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, same_experiment, write_csv
-from .tables import TABLES, Cell, Column, Method, Table
+from .tables import FIGURES, TABLES, Cell, Column, Method, Table
 
-_FIGURES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
+_SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class FilledTable:
         if self.table.methods_across:
             headings = [line.label for line in self.lines]
             return headings, [(name, [cell(line, name) for line in self.lines]) for name in names]
-        extra = [figure for figure in _FIGURES if any(figure in line.figures for line in self.lines)]
-        headings = [*names, *(_FIGURES[figure] for figure in extra)]
+        extra = [figure for figure in _SIZES if any(figure in line.figures for line in self.lines)]
+        headings = [*names, *(_SIZES[figure] for figure in extra)]
         return headings, [
             (line.label, [*(cell(line, name) for name in names), *(line.figures.get(each) for each in extra)])
             for line in self.lines
@@ -124,15 +124,15 @@ class FilledTable:
 
 def fill(rows: Iterable[Row]) -> list[FilledTable]:
     """The tables that have runs."""
-    cells = [cell for tables in TABLES.values() for table in tables for cell in table.cells()]
+    printed = [table for tables in TABLES.values() for table in tables if table != FIGURES]
+    cells = [cell for table in printed for cell in table.cells()]
     runs: dict[Cell, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         homes = [(cell, _beyond(cell, row)) for cell in cells if _is_of(cell, row)]
         exact = [(cell, beyond) for cell, beyond in homes if not beyond]
         for cell, beyond in exact or homes:
             runs[cell][beyond].append(row)
-    filled = (_fill(table, runs) for tables in TABLES.values() for table in tables)
-    return [table for table in filled if table.lines]
+    return [filled for filled in (_fill(table, runs) for table in printed) if filled.lines]
 
 
 def _is_of(cell: Cell, row: Row) -> bool:
