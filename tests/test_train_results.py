@@ -1,4 +1,4 @@
-"""Results: what differs from a recipe is said, seeds are averaged, and the page works in a browser without a network."""
+"""Results: what differs from a recipe is said, seeds are averaged, and the page works in a browser on its own."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def write_run(folder, recipe, attention="flow", seed=0, final=0.9, best=None, ov
     run = folder / config.name
     run.mkdir(parents=True)
     scores = {"final": {metric: final, "step": 10}, "best": {metric: final if best is None else best, "step": 5}}
-    for which in scores:
-        scores[which].update(more.get(which, {}))
+    for which, value in more.get("top5", {}).items():
+        scores[which]["top5"] = value
     result = {
         "recipe": config.recipe,
         "attention": attention,
@@ -166,8 +166,8 @@ class TestTable:
         assert (line.average.paper, line.average.difference) == (53.11, pytest.approx(-3.11))
 
     def test_sizes_and_top5(self, tmp_path):
-        top5 = {"final": {"top5": 0.94}, "best": {"top5": 0.95}}
-        write_run(tmp_path, "imagenet/hierarchical", "flow", 0, 0.8, parameters=43_311_304, **top5)
+        sizes = {"top5": {"final": 0.94, "best": 0.95}, "parameters": 43_311_304}
+        write_run(tmp_path, "imagenet/hierarchical", "flow", 0, 0.8, **sizes)
         headings, [(_, [score, *sizes])] = the(collect([tmp_path]), "imagenet").grid()
         assert headings == ["top-1", "top-5", "parameters, M", "FLOPs, G"]
         assert str(score) == "80.00; paper 80.6, -0.60"

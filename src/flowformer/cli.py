@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 console, errors = Console(), Console(stderr=True)
+_BEGUN = time.monotonic()  # before torch is imported, which takes a while
 
 DataDir = Annotated[
     Path | None,
@@ -247,7 +249,7 @@ def reproduce(
     out.mkdir(parents=True, exist_ok=True)
     for reason, names in _blocked(jobs).items():
         say(f"{reason}: {', '.join(names)}")
-    running = queue.Queue(jobs, out, pack or queue.default_pack(), minutes, say)
+    running = queue.Queue(jobs, out, pack or queue.default_pack(), minutes, _BEGUN, say)
     try:
         running.run()
     except Interrupted as stopped:

@@ -51,8 +51,8 @@ class RunLog:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         prefix = record["kind"] if record["kind"] == "train" else record["split"]
-        for name, value in record.items() if self._curves else ():
-            if isinstance(value, float):
+        for name, value in record.items():
+            if self._curves and isinstance(value, float):
                 self._curves.add_scalar(f"{prefix}/{name}", value, record["step"])
 
     def close(self) -> None:

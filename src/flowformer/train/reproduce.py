@@ -173,6 +173,7 @@ class Queue:
         out: their folder.
         pack: how many run at once.
         minutes: after which everything has stopped, with a checkpoint; None is no end.
+        begun: since when they count, as `time.monotonic` says it; None is since `run`.
         say: is called with a line for each event.
     """
 
@@ -180,6 +181,7 @@ class Queue:
     out: Path
     pack: int
     minutes: float | None = None
+    begun: float | None = None
     say: Say = print
     failed: dict[str, str] = field(default_factory=dict)
     stopped: str | None = None
@@ -193,7 +195,7 @@ class Queue:
 
     def run(self) -> None:
         """Raises `Interrupted` after Ctrl-C or SIGTERM; what was running has then a checkpoint."""
-        begun = time.monotonic()
+        begun = time.monotonic() if self.begun is None else self.begun
         limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
         # a checkpoint follows the update, or the evaluation, that is on its way
         stop_at = limit if self.minutes is None else limit - min(60.0, 15 * self.minutes)

@@ -26,11 +26,13 @@ class Column:
         if isinstance(column, Tensor):
             self.rows = column.to(device)
             return
-        if not isinstance(column, Rows):
-            ends = torch.tensor([len(case) for case in column]).cumsum(0)
-            column = Rows(torch.cat(list(column)), torch.cat((ends.new_zeros(1), ends[:-1])), ends, shift=None)
-        self.flat, self.shift = column.flat.to(device), column.shift
-        self.starts, self.lengths = column.starts, column.ends - column.starts
+        self.shift: int | None = None
+        if isinstance(column, Rows):
+            self.starts, ends, flat, self.shift = column.starts, column.ends, column.flat, column.shift
+        else:
+            ends, flat = torch.tensor([len(case) for case in column]).cumsum(0), torch.cat(list(column))
+            self.starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        self.flat, self.lengths = flat.to(device), ends - self.starts
 
     def take(self, chosen: Tensor, length: int | None) -> tuple[Tensor, Tensor | None]:
         """The chosen cases (B, N, ...), padded with zeros where they are shorter than the longest, and then a mask.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -249,8 +250,12 @@ def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = No
     Args:
         rows: of `collect`; runs without a model, as they come back from another machine, are left out.
         folder: for the images.
+
+    Returns: nothing where matplotlib is not installed.
     """
-    figures = {}
+    figures: dict[str, Path] = {}
+    if importlib.util.find_spec("matplotlib") is None:
+        return figures
     for row in rows:
         run = Path(row["folder"])
         drawable = (

@@ -202,7 +202,7 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, str]:
         "parameters": [row["parameters"] and row["parameters"] / 1e6 for row in rows],
         "flops": [row["multiply_adds"] and row["multiply_adds"] / 1e9 for row in rows],
     }
-    shown = {}
+    shown: dict[str, str] = {}
     for figure in cell.table.figures:
         values = [value for value in ours.get(figure, []) if value is not None]
         if values:
@@ -274,7 +274,7 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     from ..viz.page import results_page
 
     places = {id(row): i for i, row in enumerate(rows)}
-    tables = []
+    tables: list[dict[str, Any]] = []
     for table in fill(rows):
         headings, lines = table.grid()
         cells = [(name, [_page_cell(cell, table.table.compared, places) for cell in line]) for name, line in lines]
