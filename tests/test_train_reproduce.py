@@ -182,13 +182,28 @@ def test_kill_9_changes_nothing(whole, tmp_path):
     assert "paper 98.9" not in text, "it is not the recipe"
 
 
-def test_the_time_is_kept(tmp_path):
+def test_the_time_is_kept(tmp_path, monkeypatch):
     """Every unfinished run has a checkpoint, and the same command goes on."""
-    long = ["uea", *CELL, "--seeds", 2, "--pack", 2, *TINY, "steps=1000000", "checkpoint_every=1000000"]
-    assert program(*long, "--minutes", 2, "--out", tmp_path).wait(timeout=240) == 0
+    changes = [*TINY, "steps=1000000", "checkpoint_every=1000000"]
+    jobs = reproduce.jobs("uea", tmp_path, cells=CELL[1:], seeds=2, overrides=changes)
+
+    class Clock:
+        """29 of the 30 minutes are over when both runs are on their way."""
+
+        sleep = time.sleep
+
+        @staticmethod
+        def monotonic():
+            begun = sum(path.stat().st_size > 0 for path in tmp_path.rglob("log.jsonl"))
+            return time.monotonic() + (29.05 * 60 if begun == 2 else 0)
+
+    monkeypatch.setattr(reproduce, "time", Clock)
+    made = reproduce.Queue(jobs, tmp_path, pack=2, minutes=30)
+    made.run()
+    assert made.stopped == "the 30 minutes are over"
+    assert not made.failed
     assert len(list(tmp_path.rglob("step-*/progress.json"))) == 2
-    states = [job["state"] for job in json.loads(flowformer("reproduce", *long, "--out", tmp_path, "--list", "--json"))]
-    assert all(state.startswith("to do from step-") for state in states)
+    assert all(job.state().startswith("to do from step-") for job in jobs)
 
 
 def queue(tmp_path, *jobs):

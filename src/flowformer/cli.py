@@ -324,7 +324,7 @@ def results(
         raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
     if out is not None:
         written = summary.write(rows, out, draw_figures(rows, out / "figures", data))
-        console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+        errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
     print(json.dumps(rows) if as_json else summary.markdown(rows))
 
 

@@ -57,8 +57,8 @@ class Filled:
         seeds = f" ({len(self.runs)})" if len(self.runs) > 1 else ""
         if self.paper is None or self.difference is None:
             return ours + seeds
-        spread = "" if self.paper_deviation is None else f" ± {self.paper_deviation:g}"
-        return f"{ours}{seeds}; paper {self.paper:g}{spread}, {self.difference:+.2f}"
+        spread = "" if self.paper_deviation is None else f" ± {self.paper_deviation}"
+        return f"{ours}{seeds}; paper {self.paper}{spread}, {self.difference:+.2f}"
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, str]:
         values = [value for value in ours.get(figure, []) if value is not None]
         if values:
             paper = cell.paper(figure) if comparable else None
-            shown[figure] = f"{Score.of(values).mean:.1f}" + ("" if paper is None else f"; paper {paper:g}")
+            shown[figure] = f"{Score.of(values).mean:.1f}" + ("" if paper is None else f"; paper {paper}")
     return shown
 
 
