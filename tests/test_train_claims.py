@@ -121,3 +121,25 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path):
     (newest / "progress.json").write_text("{")
     with pytest.raises(checkpoints.DamagedCheckpointError, match=r"progress\.json"):
         train(CONFIG, tmp_path, splits=SERIES, resume=True)
+
+
+def test_a_folder_is_kept_for_a_process_that_is_starting(tmp_path):
+    assert claims.reserve(tmp_path) is None
+    taken = claims.reserve(tmp_path)
+    assert (taken["pid"], taken["here"]) == (os.getpid(), True), "not even by the same queue a second time"
+    with pytest.raises(claims.FolderInUseError), claims.claimed(tmp_path):
+        pass
+    command = [sys.executable, "-c", HOLD.replace("time.sleep(60)", ""), str(tmp_path)]
+    started = {**os.environ, claims.PARENT: str(os.getpid())}
+    assert subprocess.run(command, env=started, capture_output=True, text=True).stdout == "held\n"
+    assert claims.owner(tmp_path) is None
+    claims.reserve(tmp_path)
+    claims.unreserve(tmp_path)
+    assert claims.owner(tmp_path) is None
+
+
+def test_a_run_whose_queue_is_gone_stops(tmp_path):
+    """It does not even begin."""
+    orphan = {**os.environ, claims.PARENT: "1"}
+    done = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], env=orphan, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-15, "")

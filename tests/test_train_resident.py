@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,42 @@ def test_graphs_need_a_gpu_and_one_part(tmp_path):
         train(replace(CONFIG, graphs=True, accumulate=2), tmp_path, splits=SERIES)
 
 
+def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
+    """The bookkeeping, with a stand-in for CUDA that runs again what it was shown."""
+    done, forgotten, capturing = [], [], []
+
+    class Graph:
+        def replay(self):
+            done.append(("replayed", self.batch["x"].tolist()))
+
+    def update(batch):
+        if capturing:
+            capturing[-1].batch = batch
+        else:
+            done.append(("computed", batch["x"].tolist()))
+
+    @contextmanager
+    def graph(made, pool):
+        capturing.append(made)
+        yield
+        capturing.pop()
+
+    for name, stand_in in (("CUDAGraph", Graph), ("graph", graph), ("graph_pool_handle", int)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(graphs, "_placeholder", torch.empty_like)
+    monkeypatch.setattr(graphs, "EAGER", 2)
+    updates = graphs.GraphedUpdates(update, lambda: forgotten.append(1))
+    for i in range(4):
+        updates({"x": torch.tensor([i])})
+        updates({"x": torch.tensor([i, i])})
+    updates({"x": torch.tensor([9.0])})  # another dtype is another layout
+    expected = ["computed"] * 4 + ["replayed"] * 4 + ["computed"]
+    assert [how for how, _ in done] == expected
+    assert [x for _, x in done] == [[0], [0, 0], [1], [1, 1], [2], [2, 2], [3], [3, 3], [9.0]]
+    assert len(forgotten) == 5 + 2 * 2, "after each computed update, and around each capture"
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("optimiser", ["adamw", "radam"])
@@ -83,7 +120,7 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
     splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
     optimiser = replace(CONFIG.optimiser, name=optimiser, clip=0.5)
     changes = {"task": "tokens", "model": replace(model, dropout=0.1), "optimiser": optimiser, "select_on": "test"}
-    config = replace(CONFIG, steps=60, batch_size=2, checkpoint_every=25, **changes)
+    config = replace(CONFIG, steps=120, batch_size=2, checkpoint_every=25, **changes)
     train(config, tmp_path / "eager", splits=splits)
     assert not captured
     train(replace(config, graphs=True), tmp_path / "graphs", splits=splits)
@@ -94,7 +131,7 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
         pass
 
     def stop(event):
-        if event["kind"] == "step" and event["step"] == 40:
+        if event["kind"] == "step" and event["step"] == 90:
             raise StopError
 
     with pytest.raises(StopError):

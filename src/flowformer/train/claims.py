@@ -24,6 +24,7 @@ CLAIM = "claim.json"
 HEARTBEAT = 5.0  # seconds
 STALE = 120.0  # a machine that was silent for longer is taken for gone
 PARENT = "FLOWFORMER_PARENT"  # the process without which a run is to stop
+_RESERVED = "reserved"
 
 
 class FolderInUseError(OSError):
@@ -46,7 +47,7 @@ class Claim:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(self._path) as file:
             owner = _alive(file, folder)
-            if owner is not None:
+            if owner is not None and not _is_for_us(owner):
                 raise FolderInUseError(
                     f"{folder} is in use by process {owner['pid']} on {owner['host']}, which was there "
                     f"{owner['silent']:.0f} s ago. Wait for it, stop it, or choose another folder."
@@ -74,6 +75,24 @@ class Claim:
                     self.lost = True
                     return
                 os.utime(self._path)
+
+
+def reserve(folder: Path) -> dict[str, Any] | None:
+    """Claim a folder for a process that this one is about to start; who works in it already, if anybody does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / CLAIM) as file:
+        owner = _alive(file, folder)
+        if owner is None:
+            _write(file, {"token": _RESERVED, "pid": os.getpid(), **_machine()})
+        return owner
+
+
+def unreserve(folder: Path) -> None:
+    """Give a folder back that no started process took."""
+    with _locked(folder / CLAIM) as file:
+        found = _read(file)
+        if found.get("token") == _RESERVED and found["pid"] == os.getpid():
+            _write(file, {})
 
 
 @contextmanager
@@ -109,6 +128,11 @@ def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
     if silent > STALE or (here and not _is_running(found["pid"])):
         return None
     return {**found, "here": here, "silent": silent}
+
+
+def _is_for_us(owner: dict[str, Any]) -> bool:
+    """Whether the process that started this one reserved the folder for it."""
+    return owner["token"] == _RESERVED and owner["here"] and str(owner["pid"]) == os.environ.get(PARENT)
 
 
 def _is_running(pid: int) -> bool:

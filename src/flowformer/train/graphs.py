@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .tasks import Batch
 
-EAGER = 3  # updates of a layout before it is captured: Triton compiles in the first, and few layouts come but once
+EAGER = 8  # updates of a layout before it is captured: Triton compiles in the first, and a capture has to pay off
 MOST = 256  # layouts
 
 

@@ -235,10 +235,14 @@ class Queue:
             if self._running and (job.alone or any(each.alone for each in self._running.values())):
                 break
             waiting.popleft()
-            owner = claims.owner(job.folder)
+            if job.done.exists():
+                continue
+            owner = claims.reserve(job.folder)
             if owner is not None:
                 others.append((job, owner))
-            elif not job.done.exists():
+            elif job.done.exists():  # since a moment ago
+                claims.unreserve(job.folder)
+            else:
                 self._launch(job)
         waiting.extend(job for job, _ in others)
         if self._running:
@@ -258,11 +262,11 @@ class Queue:
     def _launch(self, job: Job) -> None:
         free = shutil.disk_usage(self.out).free
         if free < ENOUGH_DISK:
+            claims.unreserve(job.folder)
             raise OSError(
                 f"the disk of {self.out} has {free / 2**20:.0f} MiB left, too little for checkpoints. Free some space; "
                 "the same command goes on, and nothing that was finished is lost."
             )
-        job.folder.mkdir(parents=True, exist_ok=True)
         (job.folder / ERROR).unlink(missing_ok=True)
         threads = str(max(1, cores() // self.pack))
         with (job.folder / LOG).open("w") as log:
@@ -282,6 +286,7 @@ class Queue:
             if code is None:
                 continue
             del self._running[process]
+            claims.unreserve(job.folder)
             unfinished = job.folder / f".{job.done.name}"
             if code == 0 and unfinished.exists():
                 unfinished.replace(job.done)
@@ -309,6 +314,7 @@ class Queue:
         for process, job in self._running.items():
             process.kill()
             process.wait()
+            claims.unreserve(job.folder)
             self.say(f"ended: {job.label}, which goes on from the checkpoint before")
         self._running.clear()
 
