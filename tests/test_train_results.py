@@ -13,7 +13,7 @@ import pytest
 
 from flowformer.train import recipes, summary, tables
 from flowformer.train.config import override, to_dict
-from flowformer.train.results import collect, differences, write_csv
+from flowformer.train.results import collect, differences, draw_speeds, write_csv
 
 FACTS = {
     "data": "some",
@@ -230,6 +230,12 @@ def test_markdown_names_every_run_with_its_folder(vowels):
         assert row["folder"] in text
     widths = [line.count("|") for line in text.split("## Runs")[1].splitlines() if line.startswith("|")]
     assert len(set(widths)) == 1
+
+
+def test_speeds_are_drawn(tmp_path):
+    committed = Path(__file__).parent.parent / "results/lra-speed-cpu.csv"
+    ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -258,7 +258,11 @@ def reproduce(
     finally:
         rows = results.collect([out])
         if rows:
-            written = summary.write(rows, out, results.draw_figures(rows, out / "figures", data))
+            figures = results.draw_figures(rows, out / "figures", data)
+            speeds = out / "speed" / queue.SPEED
+            if speeds.exists():
+                figures |= results.draw_speeds(speeds, out / "figures")
+            written = summary.write(rows, out, figures)
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")

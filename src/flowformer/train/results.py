@@ -275,6 +275,18 @@ def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = No
     return figures
 
 
+def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
+    """The figure of the CSV that `flowformer bench lra` wrote, by its caption; nothing where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return {}
+    from .. import viz
+
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder / f"{path.stem}.png"
+    viz.speed_figure(path).savefig(image, dpi=80)
+    return {"Steps per second of one model with each attention": image}
+
+
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
