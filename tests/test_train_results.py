@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -213,6 +214,13 @@ class TestCollect:
             collect([tmp_path / "other.csv"])
         with pytest.raises(FileNotFoundError, match="accepted: a folder with runs below it"):
             collect([tmp_path / "nowhere"])
+
+    @pytest.mark.parametrize("content", ["", "{}", None])
+    def test_a_damaged_run_is_named(self, vowels, content):
+        path = next(vowels.rglob("provenance.json"))
+        path.unlink() if content is None else path.with_name("result.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"{path.parent.name} is damaged: .* Copy it again, or delete it"):
+            collect([vowels])
 
     def test_half_a_run_is_no_result(self, vowels):
         rows = collect([vowels])

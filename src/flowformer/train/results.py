@@ -91,7 +91,11 @@ def collect(sources: Iterable[Path]) -> list[Row]:
     for source in sources:
         if not source.exists():
             raise FileNotFoundError(f"there is no {source}; accepted: a folder with runs below it, or a results.csv.")
-        rows = _read_csv(source) if source.is_file() else (_row(path.parent) for path in sorted(source.rglob(RESULT)))
+        rows = (
+            _read_csv(source)
+            if source.is_file()
+            else (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
+        )
         for row in rows:
             known = found.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
             # a repeated run is no other seed; a folder says more than a row of a table
@@ -141,6 +145,13 @@ def differences(fields: dict[str, Any]) -> list[str]:
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value).replace(" ", "")
+
+
+def _checked_row(run: Path) -> Row:
+    try:
+        return _row(run)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{run} is damaged: {error}. Copy it again, or delete it.") from error
 
 
 def _row(run: Path) -> Row:
