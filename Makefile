@@ -16,7 +16,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/attention.py
+	$(BIN)/flowformer bench attention
 
 # everything is installed again when the list of dependencies changes
 $(VENV)/installed: pyproject.toml

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,10 @@ from typer.testing import CliRunner
 
 from flowformer import baselines, viz
 from flowformer.baselines import SoftmaxAttention
+from flowformer.bench import attention as bench
+from flowformer.bench import lra, measure
 from flowformer.cli import app
 from flowformer.train.paper import paper_speed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import attention as bench
-import lra
-import measure
 
 
 @pytest.fixture
@@ -99,6 +94,13 @@ class TestMemory:
     def test_other_errors_are_not_out_of_memory(self):
         assert measure.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
         assert not measure.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_the_commit_is_that_of_the_package_not_of_what_lies_around_it(monkeypatch):
+    assert measure.machine("cpu", "float32")["commit"]
+    installed = Path(measure.__file__).parents[1] / "ops" / "kernels" / "measure.py"  # in a checkout, but not its own
+    monkeypatch.setattr(measure, "__file__", str(installed))
+    assert measure.machine("cpu", "float32")["commit"] == "unknown"
 
 
 def cheap(*arguments, attentions=("flow", "softmax"), lengths=(64,), batch=4):
@@ -241,18 +243,26 @@ class TestLra:
 
 class TestCommandLine:
     @pytest.fixture
-    def flowformer(self, monkeypatch):
-        monkeypatch.setattr(sys, "argv", list(sys.argv))
-        monkeypatch.setattr(sys, "path", list(sys.path))
+    def flowformer(self):
         return lambda *arguments: CliRunner().invoke(app, ["bench", *arguments])
 
     def test_lists_the_benchmarks(self, flowformer):
         output = flowformer().output
         assert "attention" in output
         assert "lra" in output
+        assert "fuzz" in output
         assert "'lra'" in flowformer("lar").output, "the nearest"
 
-    @pytest.mark.parametrize(("name", "option"), [("attention", "--shapes"), ("lra", "--memory-limit")])
+    @pytest.mark.parametrize(
+        ("name", "option"),
+        [
+            ("attention", "--shapes"),
+            ("lra", "--memory-limit"),
+            ("loop", "--synthetic"),
+            ("japanese-vowels", "--seeds"),
+            ("fuzz", "--case"),
+        ],
+    )
     def test_options_go_to_the_script(self, flowformer, name, option):
         assert option in flowformer(name, "--help").output
 

@@ -32,7 +32,7 @@ def small_chunks(monkeypatch):
         table = {key: _small(config) for key, config in causal_plan.CONFIGS.items()}
         monkeypatch.setattr(causal_plan, "CONFIGS", table)
     monkeypatch.setattr(causal_plan, "SHORTEST", 16)
-    monkeypatch.setattr(causal_plan, "ENOUGH", 1000)
+    many_sms(monkeypatch, 1000)
     causal_plan._plan.cache_clear()
     yield
     causal_plan._plan.cache_clear()
@@ -42,8 +42,14 @@ def _small(config):
     return config._replace(chunk=16, tile=16)
 
 
+def many_sms(monkeypatch, count):
+    monkeypatch.setattr(causal_plan, "num_sms", lambda device: count)
+
+
 def segments(monkeypatch, count, rows):
-    monkeypatch.setattr(causal_plan, "PROGRAMS", count * rows)
+    monkeypatch.setattr(causal_plan, "SEGMENTS_PER_SM", count)
+    monkeypatch.setattr(causal_plan, "BUSY", 2)
+    many_sms(monkeypatch, rows)
     causal_plan._plan.cache_clear()
 
 
@@ -60,7 +66,8 @@ def segments(monkeypatch, count, rows):
 )
 def test_heads_are_cut_where_they_are_few_and_long(rows, longest, expected, monkeypatch):
     monkeypatch.undo()
-    assert causal_plan.segment_count(rows, longest) == expected
+    many_sms(monkeypatch, 132)
+    assert causal_plan.segment_count(rows, longest, torch.device("cuda")) == expected
 
 
 def inputs_of(dtype=torch.float32, **options):
@@ -128,7 +135,7 @@ def test_every_configuration_of_the_table(key, monkeypatch):
     for length in (63, 64, 65, 1000):
         check(inputs_of(dtype, batch=1, heads=2, sinks=length, dim=width, value_dim=width))
     # whole heads, few of them and more than there are processors
-    monkeypatch.setattr(causal_plan, "ENOUGH", 1)
+    many_sms(monkeypatch, 1)
     causal_plan._plan.cache_clear()
     for heads in (2, 200):
         check(inputs_of(dtype, batch=1, heads=heads, sinks=130, dim=width, value_dim=width))
@@ -288,11 +295,20 @@ def test_packed_sequences_are_the_loop_over_them(monkeypatch):
 
 
 def test_packed_survives_any_bounds(monkeypatch):
+    """Inside a CUDA graph nobody can look at the bounds."""
+    monkeypatch.setattr(kernels, "check_bounds", lambda *_, **__: None)
     inputs = packed_inputs(40, heads=1)
     bounds = torch.tensor([-3, 90, 17, 2**40], device=DEVICE)
     results = with_gradients(lambda q, k, v: kernels.packed(q, k, v, (bounds, bounds, 40, 40), 1.0, DEFAULT), inputs)
     assert [x.shape for x in results] == [inputs[2].shape, *(x.shape for x in inputs)]
     assert all(x.isfinite().all() for x in results)
+
+
+def test_packed_refuses_keys_that_are_bound_otherwise():
+    inputs = packed_inputs(40, heads=1)
+    bounds, others = (torch.tensor([0, x, 40], device=DEVICE) for x in (10, 11))
+    with pytest.raises(ValueError, match="as many queries as keys in each sequence"):
+        kernels.packed(*inputs, (bounds, others, 40, 40), 1.0, DEFAULT)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e4])
@@ -363,16 +379,6 @@ def test_nothing_in_nothing_out(shape):
     assert not state[2][..., 0].any()
     gradients = torch.autograd.grad(result.sum() + state[1].sum(), (query, key, value))
     assert [x.shape for x in gradients] == [query.shape] * 3
-
-
-def test_refusals_are_reasons():
-    query = torch.randn(1, 1, 4, 8)
-    assert kernels.refusals(query, query, query, DEFAULT) == []
-    assert "float64" in kernels.refusals(query.double(), query, query, DEFAULT)[0]
-    wide = torch.randn(1, 1, 4, 257)
-    assert "257" in kernels.refusals(query, query, wide, DEFAULT)[0]
-    reasons = kernels.refusals(query, query, query, FlowVariant(competition="sigmoid", allocation="softmax"))
-    assert len(reasons) == 2
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from flowformer import data
+from flowformer.bench import loop as bench
 
 SMALL = ["embed_dim=16", "mlp_dim=16", "batch_size=2", "workers=0"]
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_loop", Path(__file__).parents[1] / "benchmarks/loop.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("changes", [[], ["accumulate=2", "precision=bf16", "clip=1"]])
-def test_measures_and_prints(bench, capsys, changes):
+def test_measures_and_prints(capsys, changes):
     arguments = ["--synthetic", "--steps", "10", "--warmup", "10", "--json", "--set", "data_options.max_length=64"]
     rows = bench.main(["lra/text", *arguments, *SMALL, *changes])
     (printed,) = map(json.loads, capsys.readouterr().out.splitlines())
@@ -37,7 +27,7 @@ def test_measures_and_prints(bench, capsys, changes):
     assert f"{row.share_in_model:.1%} is the model" in bench.show(row)
 
 
-def test_made_up_reviews_are_as_long_as_real_ones(bench, tmp_path):
+def test_made_up_reviews_are_as_long_as_real_ones(tmp_path):
     bench.reviews(tmp_path)
     train = data.load("lra/text", tmp_path, partial=True).train
     lengths = torch.tensor([float(len(case["tokens"])) for case in train])
@@ -45,7 +35,7 @@ def test_made_up_reviews_are_as_long_as_real_ones(bench, tmp_path):
     assert lengths.mean() == pytest.approx(1250, rel=0.15), "of the real ones, cut at 4000"
 
 
-def test_made_up_expressions_are_the_published_ones(bench, tmp_path):
+def test_made_up_expressions_are_the_published_ones(tmp_path):
     bench.listops(tmp_path)
     train = data.load("lra/listops", tmp_path, partial=True).train
     assert len(train) == 1000
@@ -56,7 +46,7 @@ def test_made_up_expressions_are_the_published_ones(bench, tmp_path):
     ("arguments", "message"),
     [(["--warmup", "5"], "multiple of 10, got 5"), (["ptb", "--synthetic"], "knows lra/text, lra/listops, got ptb")],
 )
-def test_a_wrong_wish_is_explained(bench, capsys, arguments, message):
+def test_a_wrong_wish_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert message in capsys.readouterr().err

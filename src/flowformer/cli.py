@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="The data sets: what there is, what is missing, what is damaged.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 bench_app = typer.Typer(
-    help="Time the attention beside its rivals, correctness first; options go to the script, which has a --help.",
+    help="Time the attention beside its rivals, correctness first; each has a --help of its own.",
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
@@ -480,16 +479,22 @@ def bench_loop(context: typer.Context) -> None:
     _run_benchmark("loop", context.args)
 
 
-def _run_benchmark(name: str, arguments: list[str]) -> None:
-    import runpy
+@_command(bench_app, "japanese-vowels", context_settings=_PASS_ON)
+def bench_japanese_vowels(context: typer.Context) -> None:
+    """The time-series classifier with its default settings beside aeon's RocketClassifier: accuracy and seconds."""
+    _run_benchmark("japanese_vowels", context.args)
 
-    folder = Path(__file__).parents[2] / "benchmarks"
-    if not folder.is_dir():
-        raise ValueError("the benchmarks are part of a checkout, not of an installed package. Clone the repository.")
-    script = str(folder / f"{name}.py")
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(folder))  # where Python finds what the benchmarks share
-    runpy.run_path(script, run_name="__main__")
+
+@_command(bench_app, "fuzz", context_settings=_PASS_ON)
+def bench_fuzz(context: typer.Context) -> None:
+    """Random calls of the backends against the float64 reference: values, gradients, memory, repeatability."""
+    raise typer.Exit(_run_benchmark("fuzz", context.args))
+
+
+def _run_benchmark(name: str, arguments: list[str]) -> Any:
+    import importlib
+
+    return importlib.import_module(f".bench.{name}", __package__).main(arguments)
 
 
 @_command(app, "env")

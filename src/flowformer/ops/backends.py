@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import library, reference, varlen
+from .kernels import hardware
 from .variant import FlowVariant, nearest
 
 # found, not imported, which would take longer than the rest of the package
@@ -76,7 +77,7 @@ def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool,
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
-    return _kernels(is_causal).refusals(query, key, value, variant)
+    return hardware.refusals(query, value, variant)
 
 
 def _kernels(is_causal: bool):
@@ -127,7 +128,7 @@ def _reference_recurrent(query, key, value, mask, state, scale, variant) -> tupl
 
 
 def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
-    sinks, sources = varlen.starts_and_lengths(query, key, lengths, is_causal)
+    sinks, sources = varlen.starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     parts, stop = [], 0
     for (start_q, length_q), (start_k, length_k) in zip(
         zip(*sinks, strict=True), zip(*sources, strict=True), strict=True

@@ -8,12 +8,13 @@ Shapes: query (T, H, D), key (T', H_kv, D), value (T', H_kv, E), cu_seqlens (B +
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import torch_backend
 from .state import empty_state
@@ -111,7 +112,7 @@ class Group(NamedTuple):
 
 
 def _groups(query: Tensor, key: Tensor, lengths: Lengths, is_causal: bool) -> Iterator[Group]:
-    (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(query, key, lengths, is_causal)
+    (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     longer = [max(pair) for pair in zip(lengths_q, lengths_k, strict=True)]
     order = sorted((i for i in range(len(longer)) if longer[i]), key=longer.__getitem__)
     while order:
@@ -125,16 +126,43 @@ def _groups(query: Tensor, key: Tensor, lengths: Lengths, is_causal: bool) -> It
         )
 
 
-def starts_and_lengths(query: Tensor, key: Tensor, lengths: Lengths, is_causal: bool):
-    """Where each sequence of the queries, and of the keys, starts, and how long it is; nonsense is an error."""
-    sinks = _starts_and_lengths(lengths[0], query.shape[0], lengths[2], "q")
-    sources = _starts_and_lengths(lengths[1], key.shape[0], lengths[3], "k")
-    if is_causal and sinks[1] != sources[1]:
+def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bool):
+    """Where each sequence of the queries, and of the keys, starts, and how long it is; nonsense is an error.
+
+    Args:
+        sinks, sources: how many tokens there are.
+    """
+    of_sinks = _starts_and_lengths(lengths[0], sinks, lengths[2], "q")
+    of_sources = _starts_and_lengths(lengths[1], sources, lengths[3], "k")
+    if is_causal and of_sinks[1] != of_sources[1]:
         raise ValueError(
             "causal attention needs as many queries as keys in each sequence, got cu_seqlens_q and cu_seqlens_k that "
             "differ. To continue sequences, pass the state of their past to flow_attention_recurrent."
         )
-    return sinks, sources
+    return of_sinks, of_sources
+
+
+_checked: MutableMapping[Tensor, tuple] = WeakTensorKeyDictionary()
+
+
+def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> None:
+    """Raises on bounds that make no sense, for kernels, which do not look at them on the host.
+
+    To look at them waits for the device, so the same tensors are looked at once: layers that share them wait once.
+    """
+    cu_seqlens_q, cu_seqlens_k, *_ = lengths
+    if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    # an inference tensor has no version, and may change unseen
+    versions = (
+        None
+        if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference()
+        else (cu_seqlens_q._version, cu_seqlens_k._version)
+    )
+    seen = versions, id(cu_seqlens_k), sinks, sources, *lengths[2:], is_causal
+    if versions is None or _checked.get(cu_seqlens_q) != seen:
+        starts_and_lengths(sinks, sources, lengths, is_causal)
+        _checked[cu_seqlens_q] = seen
 
 
 def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> tuple[list[int], list[int]]:

@@ -21,9 +21,7 @@ Packed sequences are one row of a batch, (1, H, T, D), with the bounds of the se
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,13 +31,12 @@ from torch import Tensor
 from .. import library
 from ..torch_backend import empty_result
 from ..variant import FlowVariant
-from ..varlen import Lengths
+from ..varlen import Lengths, check_bounds
 from . import bidirectional_backward, bidirectional_forward, configs
 from .features import fast, float32_precision
-from .launch import MANY, Argument, Kernel, Launches, aligned, contiguous, dense, empty, signature
+from .hardware import MAX_DIM, is_hopper, num_sms
+from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, contiguous, dense, empty, signature
 
-MAX_DIM = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEMORY = 128 * 128  # numbers of S that one program holds, of float32 fewer; more are cut along E
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 SHORTEST = 128 * 64  # features worth a segment of their own
@@ -59,27 +56,6 @@ def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVaria
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant)
     return result[0].transpose(0, 1)
-
-
-def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
-    """Why these kernels cannot compute this; empty where they can."""
-    reasons = []
-    if query.dtype not in DTYPES:
-        reasons.append(f"{query.dtype} (the kernels take float32, bfloat16 and float16)")
-    if max(query.shape[-1], value.shape[-1]) > MAX_DIM:
-        reasons.append(f"head dimensions {query.shape[-1]} and {value.shape[-1]} (the kernels take up to {MAX_DIM})")
-    if not INTERPRETED and query.device.type != "cuda":
-        reasons.append(f"tensors on {query.device} (the kernels need a GPU)")
-    elif query.is_cuda and not _is_hopper(query.device):
-        if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
-            reasons.append("a GPU older than Ampere")
-        if max(query.shape[-1], value.shape[-1]) > 64:
-            reasons.append(
-                f"head dimensions {query.shape[-1]} and {value.shape[-1]} (up to 64 on other GPUs than Hopper)"
-            )
-    if variant.allocation == "softmax":
-        reasons.append('allocation="softmax" (the kernels take "sigmoid" and "none")')
-    return reasons
 
 
 def _apply(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, scale, variant) -> Tensor:
@@ -106,6 +82,9 @@ class _Bidirectional(torch.autograd.Function):
 
 
 def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
+    if query_bounds is not None:
+        lengths = query_bounds, key_bounds, longest, longest
+        check_bounds(query.shape[2], key.shape[2], lengths, is_causal=False)
     query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
     nothing = _is_nothing(query, value, query_bounds)
@@ -211,7 +190,12 @@ class Plan:
     def _kernel(self, name: str, *arguments: Argument | None) -> Kernel:
         module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
         function, warps = getattr(module, name), self.shapes[name].warps if name in self.shapes else 4
-        return Kernel(function, self.grids[name], arguments, self.numbers[name], self.constants[name], warps)
+        constants = self.constants[name]
+        smaller = []
+        if name in self.shapes:
+            blocks = (self.shapes[name].block >> halvings for halvings in range(1, 5))
+            smaller = [{"STAGES": 1}, *({"BLOCK": block} for block in blocks if block >= 16)]
+        return Kernel(function, self.grids[name], arguments, self.numbers[name], constants, warps, smaller)
 
 
 def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
@@ -220,16 +204,16 @@ def _planned(tensors, extras, longest: int, keep: bool, options: tuple) -> Plan:
     return _plan(signature(tensors), signature(extras), tensors[0].device, precision, longest, keep, options)
 
 
-@functools.lru_cache(maxsize=MANY)
+@functools.lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     scale, variant = options[0], FlowVariant(*options[1:])
     (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, *_ in tensors[:3])
     dtype, bounds = tensors[0][2], extras[2]
     value_dim = value_shape[-1]
     records = heads * (batch if bounds is None else bounds[0][0] - 1)
-    align, strides = _strides(tensors)
+    strides = Strides.of(tensor[:2] for tensor in tensors)
     block_d = max(16, triton.next_power_of_2(dim))
-    shapes = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or _is_hopper(device))
+    shapes = configs.bidirectional(dim, value_dim, dtype, INTERPRETED or is_hopper(device))
     multiply = {torch.float32: precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if multiply == "bf16" and dim < 8:
         # the rounding of so few features does not average out
@@ -240,14 +224,14 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     block_e = min(max(16, triton.next_power_of_2(value_dim)), memory // block_d)
     # how many programs fit on a processor, by the memory S that each holds
     fitting = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
-    segments = segment_count(records, longest, dim, fitting * _processors(device))
+    segments = segment_count(records, longest, dim, fitting * num_sms(device))
     is_whole = segments == 1
     chunks, tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
 
     dims = {"D": dim, "E": value_dim}
     common = dims | {
         "BLOCK_D": block_d,
-        "ALIGN": align,
+        **strides.constants,
         "MAP": variant.feature_map,
         "FAST": fast(dtype, device),
     }
@@ -285,8 +269,9 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
     of_sinks, of_sources = (sinks, heads, segments), (sources, heads, segments)
     kept = _kept_sizes(batch * heads, records, sinks, sources, dim, value_dim)
     partial = 0 if is_whole else records * segments * _record_size(dim, value_dim)
-    if len(strides) == 4:
-        q, k, v, r = strides
+    each = [strides.numbers[i : i + 3] for i in range(0, len(strides.numbers), 3)]
+    if len(each) == 4:
+        q, k, v, r = each
         # without a backward pass α, O and Ô are not there
         scratch = [partial] if keep else [kept[0], 0, 0, 0, kept[4], partial]
         numbers = {
@@ -297,7 +282,7 @@ def _plan(tensors, extras, device, precision, longest, keep, options) -> Plan:
             "result": (*q, *r, *of_sinks, *flow),
         }
     else:
-        q, k, v, g, gq, gk, gv = strides
+        q, k, v, g, gq, gk, gv = each
         scratch = [kept[0], kept[2], kept[2], kept[4], aligned(records * pieces), partial]
         numbers = {
             "grad_memory": (*q, *g, *of_sinks, scale, variant.eps),
@@ -321,16 +306,6 @@ def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
     return max(range(1, max(1, most) + 1), key=filled)
 
 
-def _strides(tensors) -> tuple[int, list[list[int]]]:
-    """The power of two that divides every stride, up to 16; the strides of batch and head in that unit, and of rows."""
-    strides = [
-        [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride, *_ in tensors
-    ]
-    bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
-    align = bits & -bits
-    return align, [[batch // align, head // align, row] for batch, head, row in strides]
-
-
 def _kept_sizes(rows, records, sinks, sources, dim: int, value_dim: int) -> list:
     """How many numbers I, α, O, Ô and the records take; symbolic if the lengths are."""
     sinks, sources = aligned(rows * sinks), aligned(rows * sources)
@@ -346,14 +321,3 @@ def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None
 
 def _record_size(dim: int, value_dim: int) -> int:
     return dim * (value_dim + 4) + 4
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """How many programs run at once, if each takes all of a processor; on a CPU, which only interprets, a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9

@@ -27,13 +27,15 @@ from .features import feature_gradient, sigmoid
 @kernel
 def grad_memory(
     query, grad, query_mask, query_bounds, records, partial, incoming, allocation, exchange, products,
-    q_batch, q_head, q_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr, sinks, heads, segments, scale, eps,
+    q_batch, q_head, q_row, g_batch, g_head, g_row, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
+    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dS = Σ w qᵀ dR with w = α μ/I, ⟨dR, R⟩ of every sink, and d(Σk/O) = Σ dÎ (q + ε); of a WHOLE head also ⟨S, dS⟩,
     tile by tile."""
+    q_row = D if DENSE else q_row * ALIGN
+    g_row = E if DENSE else g_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, False)
     records += record * SIZE
@@ -121,15 +123,16 @@ def _competition(flow, clamp, reference, inverse, COMPETITION: tl.constexpr):
 
 @kernel
 def grad_competition(
-    key, value, key_mask, key_bounds, records, partial, grads, products, outgoing, conserved_outgoing,
-    grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, pieces,
-    scale, eps, clamp,
+    key, value, key_mask, key_bounds, records, partial, grads, products, outgoing, conserved_outgoing, grad_outgoing,
+    grad_conserved,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, pieces, scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr,
+    FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dÔ and dO of every source, and what they add up to: d(Σq/I) and dΣq."""
+    k_row = D if DENSE else k_row * ALIGN
+    v_row = E if DENSE else v_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, key_bounds is not None, False)
     records += record * SIZE
@@ -190,13 +193,15 @@ def grad_competition(
 @kernel
 def grad_query(
     query, grad, out, query_mask, query_bounds, records, partial, incoming, allocation, exchange,
-    q_batch, q_head, q_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr, r_batch, r_head, r_row: tl.constexpr,
-    sinks, heads, segments, scale, eps,
+    q_batch, q_head, q_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
+    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ, and dΣk = Σ dI (q + ε)."""
+    q_row = D if DENSE else q_row * ALIGN
+    g_row = E if DENSE else g_row * ALIGN
+    r_row = D if DENSE else r_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records += record * SIZE
@@ -269,14 +274,17 @@ def _of_head(records, grads, columns, eps, D: tl.constexpr, E: tl.constexpr):
 def grad_source(
     key, value, out_key, out_value, key_mask, key_bounds, records, partial, grads, outgoing, conserved_outgoing,
     grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, g_batch, g_head, g_row: tl.constexpr,
-    r_batch, r_head, r_row: tl.constexpr,
-    sources, heads, segments, scale, eps, clamp,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sources, heads,
+    segments, scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
+    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a key head, summed over the query heads that share it."""
+    k_row = D if DENSE else k_row * ALIGN
+    v_row = E if DENSE else v_row * ALIGN
+    g_row = D if DENSE else g_row * ALIGN
+    r_row = E if DENSE else r_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads // SHARED, key_bounds is not None, True)
     first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
@@ -313,7 +321,8 @@ def grad_source(
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             v = rows(value, v_row, start, offset, valid, tile + values, E)
             y = tl.zeros((BLOCK, BLOCK_E), tl.float32)
-            for member in range(SHARED):
+            # not pipelined: several dS at once would not fit into shared memory
+            for member in tl.range(0, SHARED, num_stages=1):
                 if SHARED > 1:
                     query_sum, conserved_query_sum, grad_conserved_key_sum, reference, mass = _of_head(
                         records + member * SIZE, grads + member * SIZE, columns, eps, D, E

@@ -23,13 +23,12 @@ from .blocks import (
 )
 from .features import sigmoid
 
-_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head")}
+_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head", "row")}
 _VARYING |= {"sinks", "sources", "heads", "segments"}
 
 
 def kernel(function):
-    """A jitted kernel that is compiled once for all lengths: for the distance between tokens, but not for that between
-    heads and sequences, of which ALIGN says what is known."""
+    """Jits a kernel that is compiled once for all lengths and strides: `launch.Strides` says what is known of those."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(function, do_not_specialize=[name for name in names if name in _VARYING])
 
@@ -57,11 +56,14 @@ def _sum_of(
 @kernel
 def sums(
     query, key, query_mask, key_mask, query_bounds, key_bounds, partial,
-    q_batch, q_head, q_row: tl.constexpr, k_batch, k_head, k_row: tl.constexpr, sinks, sources, heads, segments, scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale,
     SHARED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σq by one half of the programs and Σk by the other, and how many tokens they are of."""
+    q_row = D if DENSE else q_row * ALIGN
+    k_row = D if DENSE else k_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, _ = place(segments, heads, query_bounds is not None, False)
     own = partial + (record * segments + segment) * SIZE
@@ -106,13 +108,14 @@ def _flow_of(
 @kernel
 def flows(
     query, key, query_mask, key_mask, query_bounds, key_bounds, partial, incoming, outgoing,
-    q_batch, q_head, q_row: tl.constexpr, k_batch, k_head, k_row: tl.constexpr, sinks, sources, heads, segments,
-    scale, eps, flow_eps,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale, eps, flow_eps,
     SHARED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """I and Σq/I by one half of the programs, O and Σk/O by the other."""
+    q_row = D if DENSE else q_row * ALIGN
+    k_row = D if DENSE else k_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records = partial + record * segments * SIZE
@@ -137,14 +140,15 @@ def flows(
 @kernel
 def memory(
     key, value, key_mask, key_bounds, partial, conserved_outgoing,
-    k_batch, k_head, k_row: tl.constexpr, v_batch, v_head, v_row: tl.constexpr, sources, heads, segments, scale, eps,
-    flow_eps, clamp,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, scale, eps, flow_eps, clamp,
     SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, WHOLE: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Ô, the mass exp(Ô − reference) of the sources, and S weighted by it; of a WHOLE head, its finished record."""
+    k_row = D if DENSE else k_row * ALIGN
+    v_row = E if DENSE else v_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, key_bounds is not None, False)
     records = partial + record * segments * SIZE
@@ -269,13 +273,14 @@ def finish(
 @kernel
 def result(
     query, out, query_mask, query_bounds, records, incoming, allocation,
-    q_batch, q_head, q_row: tl.constexpr, r_batch, r_head, r_row: tl.constexpr, sinks, heads, segments, scale, eps,
-    flow_eps,
+    q_batch, q_head, q_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps, flow_eps,
     KEEP: tl.constexpr, ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
+    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Î, α and R."""
+    q_row = D if DENSE else q_row * ALIGN
+    r_row = E if DENSE else r_row * ALIGN
     SIZE: tl.constexpr = D * E + 4 * D + 4
     segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
     records += record * SIZE

@@ -16,24 +16,10 @@ from .. import library, torch_backend
 from ..state import empty_state
 from ..torch_causal import State
 from ..variant import FlowVariant
-from .causal_plan import config, kept_sizes, plan_of, state_sizes
+from ..varlen import check_bounds
+from .causal_plan import config, kept_sizes, plan_of, segment_count, state_sizes
 from .decode import decode
 from .launch import contiguous, dense, empty
-
-
-def refusals(query: Tensor, key: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
-    """Why the causal kernels do not compute this; empty if they do."""
-    reasons = []
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        reasons.append(f"the kernels take float32, bfloat16 and float16, not {query.dtype}")
-    for name, x in (("query and key", query), ("value", value)):
-        if not 1 <= x.shape[-1] <= 256:
-            reasons.append(f"the kernels take head dimensions from 1 to 256, {name} have {x.shape[-1]}")
-    if variant.competition == "sigmoid":
-        reasons.append('the causal kernels have no competition="sigmoid"')
-    if variant.allocation == "softmax":
-        reasons.append('the causal kernels have no allocation="softmax"')
-    return reasons
 
 
 def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
@@ -55,16 +41,14 @@ def recurrent(query, key, value, mask, state: State | None, scale: float, varian
 
 def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
-    bounds, _, longest, _ = lengths
-    query, key, value = library.distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)))
-    none = (None, None, None)
-    result, *_ = _apply(query, key, value, None, bounds, longest, *none, scale, *variant.as_args())
+    tensors = library.distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)), None, *lengths[:2])
+    result, *_ = _apply(*tensors, max(lengths[2:]), None, None, None, scale, *variant.as_args())
     return result[0].transpose(0, 1)
 
 
 def _call(query, key, value, mask, state, scale, variant):
     tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
-    return _apply(*tensors[:4], None, query.shape[2], *tensors[4:], scale, *variant.as_args())
+    return _apply(*tensors[:4], None, None, query.shape[2], *tensors[4:], scale, *variant.as_args())
 
 
 def _needs_gradients(*inputs) -> bool:
@@ -74,14 +58,14 @@ def _needs_gradients(*inputs) -> bool:
 def _apply(*inputs):
     if _needs_gradients(*inputs):
         return _Causal.apply(*inputs)
-    return torch.ops.flowformer.triton_causal(*inputs[:6], False, *inputs[6:])
+    return torch.ops.flowformer.triton_causal(*inputs[:7], False, *inputs[7:])
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, mask, bounds, longest, sums, memory, scalars, *options):
+    def forward(ctx, query, key, value, mask, bounds, key_bounds, longest, sums, memory, scalars, *options):
         result, end, kept = torch.ops.flowformer.triton_causal(
-            query, key, value, mask, bounds, longest, True, sums, memory, scalars, *options
+            query, key, value, mask, bounds, key_bounds, longest, True, sums, memory, scalars, *options
         )
         ctx.save_for_backward(query, key, value, mask, bounds, scalars, result, kept)
         ctx.mark_non_differentiable(kept)
@@ -99,7 +83,7 @@ class _Causal(torch.autograd.Function):
         inputs = query, key, value, mask, bounds, ctx.longest, scalars
         *grads, start = library.differentiate(operator, grad, grad_end, *inputs, result, kept, *ctx.options)
         state = _state(start, query, query.shape[0], value.shape[3]) if ctx.has_state else (None, None, None)
-        return *grads, None, None, None, *state, *(None for _ in ctx.options)
+        return *grads, None, None, None, None, *state, *(None for _ in ctx.options)
 
 
 def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
@@ -110,8 +94,12 @@ def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tens
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalars, scale, variant: FlowVariant):
+def forward(
+    query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, scale, variant: FlowVariant
+):
     """The result, the state after it in one tensor, and what the backward pass needs, if it is to `keep` that."""
+    if bounds is not None:
+        check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
     sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
     if not query.numel():
@@ -165,7 +153,9 @@ def empty_outputs(query, value, bounds, longest, keep, feature_map):
     """The result, the end state, and what is kept, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
     chunk = config(query.dtype, dim, value_dim, feature_map).chunk
-    sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept_sizes(query.shape, value_dim, rows, longest, chunk, keep))
+    segments = segment_count(rows, longest, query.device)
+    kept = kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)
+    sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept)
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
     return torch_backend.empty_result(query, value.shape[3]), end, kept
 
@@ -178,6 +168,7 @@ def _positions(mask: Tensor | None) -> Tensor | None:
     """How many tokens of a sequence there are up to each, negative where it is none itself."""
     if mask is None:
         return None
+    mask = mask.contiguous()
     positions = mask.cumsum(1, dtype=torch.int32)
     return torch.where(mask, positions, -positions)
 
@@ -186,14 +177,14 @@ _variant = functools.lru_cache(FlowVariant)  # it checks what it is given, in ev
 
 
 def _forward(*args):
-    return forward(*[*args[:11], _variant(*args[11:])])
+    return forward(*[*args[:12], _variant(*args[12:])])
 
 
 def _backward(*args):
     return backward(*[*args[:12], _variant(*args[12:])])
 
 
-def _fake_forward(query, key, value, mask, bounds, longest, keep, sums, memory, scalars, scale, *variant):
+def _fake_forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, scale, *variant):
     return empty_outputs(query, value, bounds, longest, keep, FlowVariant(*variant).feature_map)
 
 
@@ -202,16 +193,17 @@ def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
     return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(start, dtype=torch.float32)
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds, SymInt longest"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds"
+_STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
 library.register(
-    f"triton_causal({_INPUTS}, bool keep, Tensor? sums, Tensor? memory, Tensor? scalars, {library.VARIANT})"
+    f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, {library.VARIANT})"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 library.register(
-    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, Tensor? scalars, Tensor result, Tensor kept, "
-    f"{library.VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? scalars, "
+    f"Tensor result, Tensor kept, {library.VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -29,6 +29,7 @@ from .causal_parts import (
     across,
     add_logs,
     beside,
+    bounded,
     folded,
     four,
     halves,
@@ -50,6 +51,7 @@ from .causal_parts import (
     triangle,
     within,
 )
+from .features import sigmoid
 
 
 @triton.jit
@@ -130,20 +132,22 @@ def later_segments(carried, reaching, logs, end, segment, segments, columns, TIL
 @triton.jit(do_not_specialize=RUNTIME)
 def grad_memory_kernel(
     query, grad, result, positions, bounds, flows, grads, partial, conserved,
-    plane, q_batch, q_head, q_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr, r_batch, r_head,
-    r_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps,
+    q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
+    plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Σ qᵀ α/(I·D) dR and Σ (q + ε) dÎ/D of each segment, and ⟨dR, R⟩ of each token."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    query += batch * q_batch + head * q_head
-    grad += batch * g_batch + head * g_head
-    result += batch * r_batch + head * r_head
+    query += (batch * q_batch + head * q_head) * ALIGN
+    grad += (batch * g_batch + head * g_head) * ALIGN
+    result += (batch * r_batch + head * r_head) * ALIGN
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
     tokens = tl.arange(0, C)
@@ -173,26 +177,32 @@ def grad_memory_kernel(
 def value_gradient_kernel(
     query, key, value, grad, result, grad_value, positions, bounds, state_scalars, flows, grads, logs, memories,
     start_memory, carried, conserved, reaching,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head,
-    v_token: tl.constexpr, g_batch, g_head, g_token: tl.constexpr,
-    r_batch, r_head, r_token: tl.constexpr, dv_batch, dv_head, dv_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token, r_batch,
+    r_head, r_token, dv_batch, dv_head, dv_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dV, from right to left with dS, and dÔ/D of each token without what later segments add; `carried` gets Z.
 
     Where SPLIT, also Σ (k + ε) dÔ/D of each segment and Σ (k + ε) exp(Ô − L_end)/D, into `reaching`. Otherwise ⟨dR, R⟩.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
+    dv_token = E if DENSE else dv_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
-    value += batch * v_batch + head // shared * v_head
-    grad += batch * g_batch + head * g_head
-    grad_value += batch * dv_batch + head * dv_head
+    query += (batch * q_batch + head * q_head) * ALIGN
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
+    value += (batch * v_batch + head // shared * v_head) * ALIGN
+    grad += (batch * g_batch + head * g_head) * ALIGN
+    grad_value += (batch * dv_batch + head * dv_head) * ALIGN
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
     count, tokens = load_count(state_scalars), tl.arange(0, C)
@@ -203,7 +213,7 @@ def value_gradient_kernel(
         sums = tl.zeros([BLOCK_D, 16], tl.float32)
         all_out, all_reaching = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     else:
-        result += batch * r_batch + head * r_head
+        result += (batch * r_batch + head * r_head) * ALIGN
     memory, upper = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), triangle(C, True)
     if memories is not None:
         memory += load_memory(memories + (row * segments + segment) * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
@@ -216,13 +226,14 @@ def value_gradient_kernel(
         g = load_rows(grad, base, rows, g_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(at, plane, keep)
-        if COMPETITION:
+        if COMPETITION != "none":
             flow, log = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
             # always so; but where the pipeline holds one tensor more, a branch keeps these two, which are needed last,
             # out of it: with them, a processor would have room for one program
             if SPLIT or step < chunks:
                 flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-                log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
+                if COMPETITION == "softmax":
+                    log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(across(k, q, PRECISION), upper, FAST, DOT)
         gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
@@ -233,21 +244,26 @@ def value_gradient_kernel(
         if not SPLIT:
             r = load_rows(result, base, rows, r_token, keep, positions, tile, E, BLOCK_E).to(tl.float32)
             tl.store(grads_at + (GRAD_PLANES + tile) * plane, tl.sum(g * r, 1), mask=inside)
-        if COMPETITION:
-            log = tl.where(inside, add_logs(log_start, log, FAST), log_later)
+        if COMPETITION != "none":
             weight = settled(tl.sum(v * gradient, 1))
-            outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
+            if COMPETITION == "softmax":
+                log = tl.where(inside, add_logs(log_start, log, FAST), log_later)
+                outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
+            else:
+                outgoing = weight * sigmoid(-bounded(flow, clamp), False)
             free = keep & (tl.abs(flow) <= clamp)
             outgoing = tl.where(free, outgoing / position, 0.0)
             tl.store(grads_at + (GRAD_PLANES + TILES + tile) * plane, outgoing, mask=inside)
             if SPLIT:
-                share = tl.where(free, decay(flow, log_end) / position, 0.0)
                 none = tl.zeros([C], tl.float32)
+                share = none
+                if COMPETITION == "softmax":
+                    share = tl.where(free, decay(flow, log_end) / position, 0.0)
                 weights = halves(outgoing, share, none, none, DOT)
                 sums = tl.dot(tl.trans(k), weights, sums, input_precision=PRECISION)
                 all_out, all_reaching = all_out + outgoing, all_reaching + share
     index, columns = row * segments + segment, tl.arange(0, BLOCK_D)
-    if COMPETITION:
+    if COMPETITION == "softmax":
         tl.store(carried + index * TILES + tile, decay(log_start, log_later) * later)
     if SPLIT:
         total = pick(sums, 0) + eps * tl.sum(all_out, 0)
@@ -262,10 +278,11 @@ def value_gradient_kernel(
 def flow_gradient_kernel(
     query, key, positions, bounds, state_scalars, grad_sums, grad_scalars, flows, grads, logs, carried, conserved,
     reaching, partial, after, start_sums, start_scalars,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of Î·D and Ô·D; those of I·D and O·D, from right to left, and their sums over each segment.
 
@@ -273,10 +290,12 @@ def flow_gradient_kernel(
     where it comes from the flows: queries from keys, by Σq and Σq/I, then keys from queries, by Σk and Σk/O.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
+    query += (batch * q_batch + head * q_head) * ALIGN
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
     count = load_count(state_scalars)
@@ -293,14 +312,16 @@ def flow_gradient_kernel(
     if SPLIT:
         shares = segments * TILES
         conserved_key += sum_segments(conserved, (segment + 1) * TILES, shares, shares, columns, 0, D)
-    if COMPETITION:
+        if COMPETITION != "none":
+            conserved_query += sum_segments(conserved, (segment + 1) * TILES, shares, shares, columns, 1, D)
+    if COMPETITION == "softmax":
         carried += row * segments * TILES
         if SPLIT:
             later, taken = later_segments(carried, reaching, logs, later, segment, segments, columns, TILES, D)
-            conserved_query += sum_segments(conserved, (segment + 1) * TILES, shares, shares, columns, 1, D) - taken
+            conserved_query -= taken
     if segment == 0:
         reached = later
-        if COMPETITION:
+        if COMPETITION == "softmax":
             reached *= decay(log_first, log_next)
             for tile in range(TILES):
                 reached += tl.load(carried + tile)
@@ -322,9 +343,9 @@ def flow_gradient_kernel(
         overlap = load_tiles(grads_at + GRAD_PLANES * plane, plane, keep, TILES)
         conserved_in = overlap * tl.load(at + DECLINED * plane, mask=keep, other=0.0)
         conserved_out = tl.zeros([C], tl.float32)
-        if COMPETITION:
+        if COMPETITION != "none":
             conserved_out += load_tiles(grads_at + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
-            if SPLIT or grad_scalars is not None:
+            if COMPETITION == "softmax" and (SPLIT or grad_scalars is not None):
                 flow = tl.load(at + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
                 share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
                 conserved_out -= share * later

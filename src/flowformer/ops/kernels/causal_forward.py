@@ -57,15 +57,17 @@ from .features import sigmoid
 @triton.jit(do_not_specialize=RUNTIME)
 def sums_kernel(
     query, key, positions, bounds, partial,
-    q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,
     heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Σk and Σq of each segment, from right to left: the next kernel begins with what is then in the cache."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    query += (batch * q_batch + head * q_head) * ALIGN
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     key_sums, query_sums = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([BLOCK_D, 16], tl.float32)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
@@ -86,11 +88,11 @@ def sums_kernel(
 def flows_kernel(
     query, key, positions, bounds, state_sums, state_scalars, partial, conserved, flows, sums, local_flows, local_sums,
     logs, end_sums, end_scalars,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,
+    plane, heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
-    KEEP: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """All flows of each token, and the sums before each chunk, with ε, where a backward pass is to KEEP them.
 
@@ -98,10 +100,12 @@ def flows_kernel(
     and (B·H, T, chunks, 2, D), and `conserved` what the segment adds to Σk/O and Σq/I.
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
+    query += (batch * q_batch + head * q_head) * ALIGN
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
     flows += (batch * heads + head) * length
     count = load_count(state_scalars)
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
@@ -166,7 +170,7 @@ def flows_kernel(
             planes = eight(inverse_in, conserved_out, each, received, inverse_out, declined, each, each)
             written = (which != LOG_OUTGOING) & (which < (COMPETITION_WEIGHT if KEEP else FORWARD_PLANES))
             tl.store(at + which * plane, planes, mask=inside[:, None] & written)
-            if COMPETITION:
+            if COMPETITION == "softmax":
                 log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
                 tl.store(flows + base + tokens + LOG_OUTGOING * plane, log, mask=inside)
         if KEEP:
@@ -220,7 +224,7 @@ def finish(
         count = load_count(state_scalars) + tl.abs(tl.load(positions + batch * length + length - 1)).to(tl.float32)
     tl.store(logs + row * (segments + 1) + segments, log_end)
     log_outgoing, log_incoming = load_log(state_scalars, 1), load_log(state_scalars, 2)
-    if COMPETITION:
+    if COMPETITION == "softmax":
         log_outgoing = log_end
     tl.store(end_scalars + row * 3, count)
     tl.store(end_scalars + row * 3 + 1, tl.where(log_outgoing > NOTHING, log_outgoing, -float("inf")))
@@ -231,16 +235,18 @@ def finish(
 def conserve_kernel(
     key, positions, bounds, state_sums, state_scalars, conserved, flows, sums, local_flows, local_sums, totals,
     end_sums,
-    plane, k_batch, k_head, k_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    k_batch, k_head, k_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Ô, log Σ exp(Ô) of each segment, and Σk/O and Σq/I before each chunk, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    k_token = D if DENSE else k_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key += batch * k_batch + head // shared * k_head
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
     flows += (batch * heads + head) * length
     local_flows += (batch * heads + head) * length + plane
     count = load_count(state_scalars)
@@ -269,7 +275,7 @@ def conserve_kernel(
         conserved_out = tl.load(local_flows + base + tokens, mask=inside, other=0.0)
         conserved_out += carried_flow(k, conserved_query, eps, DOT, PRECISION) / position
         tl.store(at + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
-        if COMPETITION:
+        if COMPETITION == "softmax":
             log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
             tl.store(at + LOG_OUTGOING * plane, log, mask=inside)
         if KEEP:
@@ -291,18 +297,20 @@ def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr
 @triton.jit(do_not_specialize=RUNTIME)
 def memory_kernel(
     key, value, positions, bounds, state_scalars, flows, totals, logs, end_scalars, partial,
-    plane, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head, v_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, STAGES: tl.constexpr,
+    COMPETITION: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it; from right to left, where `conserve` has been last."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    key += batch * k_batch + head // shared * k_head
-    value += batch * v_batch + head // shared * v_head
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
+    value += (batch * v_batch + head // shared * v_head) * ALIGN
     flows += (batch * heads + head) * length
     log_start = load_log(state_scalars, 1)
     for begin in range(0, segment, 16):
@@ -352,21 +360,25 @@ def scan_kernel(partial, begin, before, end, segments, WIDTH: tl.constexpr, BLOC
 def output_kernel(
     query, key, value, out, positions, bounds, state_sums, state_scalars, state_memory, conserved, flows,
     local_flows, logs, memories, end_memory,
-    plane, q_batch, q_head, q_token: tl.constexpr, k_batch, k_head, k_token: tl.constexpr, v_batch, v_head,
-    v_token: tl.constexpr, r_batch, r_head, r_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps, clamp,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """R = α/(I·D)·q S; where SPLIT also Î, with what came before the segment."""
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    query += batch * q_batch + head * q_head
-    key += batch * k_batch + head // shared * k_head
-    value += batch * v_batch + head // shared * v_head
-    out += batch * r_batch + head * r_head
+    query += (batch * q_batch + head * q_head) * ALIGN
+    key += (batch * k_batch + head // shared * k_head) * ALIGN
+    value += (batch * v_batch + head // shared * v_head) * ALIGN
+    out += (batch * r_batch + head * r_head) * ALIGN
     flows += (batch * heads + head) * length
     memories += (row * segments + segment) * (D * E)
     count, tokens = load_count(state_scalars), tl.arange(0, C)

@@ -24,7 +24,6 @@ from .causal_parts import (
     across,
     inside_of,
     load_count,
-    load_features,
     load_rows,
     load_tiles,
     load_vector,
@@ -39,21 +38,20 @@ from .causal_parts import (
     truncated,
     within,
 )
-from .features import feature_gradient
+from .features import centred_features, feature_gradient
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def gradient_kernel(
     own, other, left, right, grad_own, positions, bounds, state_scalars, grad_sums, flows, grads, sums, memories,
     partial, after, start_sums,
-    plane, a_batch, a_head, a_token: tl.constexpr, b_batch, b_head, b_token: tl.constexpr, u_batch, u_head,
-    u_token: tl.constexpr, m_batch, m_head, m_token: tl.constexpr,
-    r_batch, r_head, r_token: tl.constexpr,
-    heads, shared, length, size, segments, scale, eps,
+    a_batch, a_head, a_token, b_batch, b_head, b_token, u_batch, u_head, u_token, m_batch, m_head, m_token, r_batch,
+    r_head, r_token,
+    plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
+    CENTRE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in reverse dK, from right to left with dS: the same with in and out exchanged.
 
@@ -66,16 +64,21 @@ def gradient_kernel(
     it is as good as it is ("none").
     """
     batch, head, start, first, last = locate(bounds, heads, length, size)
+    a_token = D if DENSE else a_token * ALIGN
+    b_token = D if DENSE else b_token * ALIGN
+    u_token = E if DENSE else u_token * ALIGN
+    m_token = E if DENSE else m_token * ALIGN
+    r_token = D if DENSE else r_token * ALIGN
     plane = tl.cast(plane, tl.int64)
     row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     own_head, other_head = head, head // shared
     if REVERSE:
         own_head, other_head = other_head, own_head
-    own += batch * a_batch + own_head * a_head
-    other += batch * b_batch + other_head * b_head
-    left += batch * u_batch + own_head * u_head
-    right += batch * m_batch + other_head * m_head
-    grad_own += batch * r_batch + head * r_head
+    own += (batch * a_batch + own_head * a_head) * ALIGN
+    other += (batch * b_batch + other_head * b_head) * ALIGN
+    left += (batch * u_batch + own_head * u_head) * ALIGN
+    right += (batch * m_batch + other_head * m_head) * ALIGN
+    grad_own += (batch * r_batch + head * r_head) * ALIGN
     flows += (batch * heads + head) * length
     grads += (batch * heads + head) * length
     count = load_count(state_scalars)
@@ -84,9 +87,13 @@ def gradient_kernel(
     sums += index * (size // C) * (4 * D)
     after += index * (size // C) * (4 * D)
     lower = triangle(C, False)
-    memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    # S is `memory` plus `common` in every row
+    memory, common = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
     if memories is not None:
         memory += load_memory(memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
+        if CENTRE != 0:
+            common += tl.sum(memory, 0) / tl.minimum(D - tile * BLOCK_D, BLOCK_D)
+            memory = tl.where((columns < D)[:, None], memory - common[None, :], 0.0)
     OWN_INVERSE: tl.constexpr = INVERSE_OUTGOING if REVERSE else INVERSE_INCOMING
     OTHER_INVERSE: tl.constexpr = INVERSE_INCOMING if REVERSE else INVERSE_OUTGOING
     OWN_FLOW: tl.constexpr = GRAD_OUTGOING if REVERSE else GRAD_INCOMING
@@ -94,8 +101,6 @@ def gradient_kernel(
     OWN_CONSERVED: tl.constexpr = GRAD_CONSERVED_OUTGOING if REVERSE else GRAD_CONSERVED_INCOMING
     OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
     MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
-    # dQ is a small difference of large terms: rounded but once, they would cost it two bits
-    HALVES: tl.constexpr = tl.bfloat16 == DOT and REVERSE == 0
     mine = 1 - REVERSE
     later = load_vector(grad_sums, row * 4 + mine, columns, D)
     later += sum_segments(partial, segment + 1, segments, segments, columns, mine, D)
@@ -108,8 +113,10 @@ def gradient_kernel(
         chunk = chunks - 1 - step if REVERSE else step
         base = first + chunk * C
         rows, keep, position = place(positions, batch, length, base, tokens, start, last, count)
-        a, _ = load_features(own, base, rows, a_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
-        b, _ = load_features(other, base, rows, b_token, keep, positions, tile, scale, eps, D, BLOCK_D, MAP, FAST, DOT)
+        a = load_rows(own, base, rows, a_token, keep, positions, tile, D, BLOCK_D)
+        a = centred_features(a, scale, MAP, FAST, DOT, CENTRE)
+        b = load_rows(other, base, rows, b_token, keep, positions, tile, D, BLOCK_D)
+        b = centred_features(b, scale, MAP, FAST, DOT, CENTRE)
         u = load_rows(left, base, rows, u_token, keep, positions, 0, E, BLOCK_E).to(DOT)
         m = load_rows(right, base, rows, m_token, keep, positions, 0, E, BLOCK_E).to(tl.float32)
         at, grads_at, inside = flows + base + tokens, grads + base + tokens, inside_of(tokens, base, last)
@@ -138,8 +145,14 @@ def gradient_kernel(
         gradient = across(u, high.to(DOT), PRECISION)
         if HALVES:
             gradient = tl.dot(u, tl.trans((memory - high).to(DOT)), gradient, input_precision=PRECISION)
+        if CENTRE != 0:
+            gradient += tl.sum(u.to(tl.float32) * common[None, :], 1)[:, None]
+            common += CENTRE * tl.sum(given.to(tl.float32), 0)
         gradient *= take[:, None]
         memory = tl.dot(tl.trans(b), given, memory, input_precision=PRECISION)
+        phi = a.to(tl.float32) + CENTRE
+        if D % BLOCK_D:
+            phi = tl.where((columns < D)[None, :], phi, 0.0)
         if not REVERSE:
             high = met
             if HALVES:
@@ -147,10 +160,12 @@ def gradient_kernel(
                 low = within(met - high, lower, FAST, DOT)
                 gradient = tl.dot(low, b, gradient, input_precision=PRECISION)
             gradient = tl.dot(within(high, lower, FAST, DOT), b, gradient, input_precision=PRECISION)
+            if CENTRE != 0:
+                gradient += CENTRE * tl.sum(tl.where(lower != 0, met, 0.0), 1)[:, None]
             if BALANCE == "measured":
                 found = load_tiles(grads_at + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
             else:
-                found = tl.sum(gradient * a.to(tl.float32), 1)
+                found = tl.sum(gradient * phi, 1)
             if BALANCE == "measure":
                 tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
             elif BALANCE != "none":
@@ -167,12 +182,14 @@ def gradient_kernel(
         weights = tl.where(tokens[:, None] == tokens[None, :], from_later + from_earlier, from_later)
         weights = tl.where(tokens[:, None] > tokens[None, :], from_earlier, weights)
         gradient = tl.dot(weights.to(DOT), b, gradient, input_precision=PRECISION)
+        if CENTRE != 0:
+            gradient += CENTRE * tl.sum(weights, 1)[:, None]
         if RAISED:
             once = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
             gradient += eps * once[:, None]
         gradient += flow[:, None] * settled(before)[None, :] + conserved[:, None] * settled(before_conserved)[None, :]
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
-        gradient = feature_gradient(gradient, a.to(tl.float32), MAP)
+        gradient = feature_gradient(gradient, phi, MAP)
         if scale is not None:
             gradient *= scale
         if positions is not None:

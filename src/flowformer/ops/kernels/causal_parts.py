@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import rounded_features
+from .features import rounded_features, sigmoid
 
 # in place of −∞, so that no difference of logarithms is NaN
 NOTHING = tl.constexpr(-1e38)
@@ -32,8 +32,10 @@ GRAD_CONSERVED_INCOMING = tl.constexpr(2)  # of Î·D
 GRAD_CONSERVED_OUTGOING = tl.constexpr(3)  # of Ô·D
 GRAD_PLANES = tl.constexpr(4)
 
-# lengths are never part of what is compiled for
-RUNTIME = ("heads", "shared", "length", "size", "segments", "plane")
+# Lengths and strides are never part of what is compiled for; `launch.Strides` says what is known of strides.
+_TENSORS = ("q", "k", "v", "g", "r", "dv", "a", "b", "u", "m")
+_STRIDES = [f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")]
+RUNTIME = ("heads", "shared", "length", "size", "segments", "plane", *_STRIDES)
 
 
 @triton.jit
@@ -307,13 +309,15 @@ def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr
 @triton.jit
 def make_competition(at, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr):
     """c, what a source gives with; 0 where masked."""
-    competition = tl.where(keep, 1.0, 0.0)
-    if COMPETITION:
+    competition = tl.zeros(keep.shape, tl.float32) + 1.0
+    if COMPETITION != "none":
         flow = bounded(tl.load(at + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp)
-        log = tl.load(at + LOG_OUTGOING * plane, mask=keep, other=0.0)
-        share = tl.exp(flow - add_logs(log_start, log, FAST))
-        competition = tl.where(keep, position * share, 0.0)
-    return competition
+        if COMPETITION == "softmax":
+            log = tl.load(at + LOG_OUTGOING * plane, mask=keep, other=0.0)
+            competition = position * tl.exp(flow - add_logs(log_start, log, FAST))
+        else:
+            competition = sigmoid(flow, False)
+    return tl.where(keep, competition, 0.0)
 
 
 @triton.jit

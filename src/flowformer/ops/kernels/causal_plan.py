@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,14 @@ import triton.language as tl
 
 from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_gradient, causal_parts
-from .features import fast
-from .launch import MANY, Argument, Kernel, Launches, aligned, signature
+from .features import CENTRES, fast
+from .hardware import num_sms
+from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, signature
 
-PROGRAMS = 528  # segments of all heads together that keep a large GPU busy: two rounds of two for each processor
-ENOUGH = 133  # heads that keep it busy alone: a second segment would only read its tokens more often
-MOST = 100  # heads that keep most of it busy, and are cut only if they are long
-SHORTEST, LONG = 256, 2048  # tokens worth a segment of their own, where there are fewer heads than that, and else
+SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
+BUSY = 0.75  # share of the SMs that whole heads must occupy for only long ones to be cut
+SHORTEST, LONG = 256, 2048  # tokens worth a segment of their own, where heads occupy fewer SMs than that, and else
+HALVES = os.environ.get("FLOW_HALVES", "1") == "1"
 SMALL = 2.0**-14  # an ε that bfloat16 features of about a half cannot hold, not even several times
 
 
@@ -76,11 +78,15 @@ CONFIGS = {
 def config(dtype: torch.dtype, dim: int, value_dim: int, feature_map: str) -> Config:
     size = next(size for size in (64, 128, 256) if max(dim, value_dim) <= size)
     found = CONFIGS[dtype, size]
-    if found.chunk > 32 and not (dim == value_dim == size and feature_map == "sigmoid"):
-        # factors of several widths leave a warp group too few registers for their addresses: ptxas 12.8 then reads one
-        # that it never wrote. The products of shorter chunks are those of single warps, and have no such addresses
+    if found.chunk > 32 and not (_is_uniform(dim, value_dim) and feature_map == "sigmoid"):
+        # a longer chunk needs wgmma
         found = found._replace(chunk=32)
     return found
+
+
+def _is_uniform(dim: int, value_dim: int) -> bool:
+    """Whether all factors of matrix products are of one width: the shapes whose wgmma ptxas 12.8 addresses right."""
+    return dim == value_dim and dim in (64, 128, 256)
 
 
 class Plan:
@@ -94,7 +100,7 @@ class Plan:
         (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, *_ = tensors
         (batch, heads, length, dim), key_heads, value_dim = shape, key_shape[1], value_shape[3]
         self.rows = heads * (batch if bounds is None else bounds[0][0] - 1)
-        self.segments = segment_count(self.rows, longest)
+        self.segments = segment_count(self.rows, longest, device)
         self.config = config(dtype, dim, value_dim, variant.feature_map)
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
@@ -119,10 +125,10 @@ class Plan:
             "PRECISION": "tf32x3" if on_gpu else "ieee",
         }
         self.values = {"E": value_dim, "BLOCK_E": self.tile_e}
-        self.competition = {"COMPETITION": variant.competition != "none"}
+        self.competition = {"COMPETITION": variant.competition}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
-        self.launches = Launches()
+        self.launches = Launches(wgmma=_is_uniform(dim, value_dim) and variant.feature_map == "sigmoid")
         # the launches for the gradients of queries, then of keys (in reverse), and how they are balanced
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
@@ -130,7 +136,7 @@ class Plan:
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value_dim
         self.state = state_sizes(rows, dim, value_dim)
-        self.kept = kept_sizes(shape, value_dim, rows, longest, self.config.chunk, keep)
+        self.kept = kept_sizes(shape, value_dim, rows, longest, segments, self.config.chunk, keep)
         sums, memories = self.kept[1], self.kept[3]
         vectors = 2 * rows * segments * dim
         # of segments Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô) and S; of tokens Î and Ô; of chunks the sums before them
@@ -160,7 +166,8 @@ class Plan:
                 causal_forward.sums_kernel,
                 shapes.sums,
                 (query, key, positions, bounds, partial),
-                (*_strides(query, key), *self.tokens, self.eps),
+                (query, key),
+                (*self.tokens, self.eps),
                 self.features,
             )
         yield self._kernel(
@@ -170,7 +177,8 @@ class Plan:
                 query, key, positions, bounds, sums, scalars, partial, conserved, flows, chunk_sums, local_flows,
                 local_sums, logs, end_sums, end_scalars,
             ),
-            (self.plane, *_strides(query, key), *self.tokens, self.eps, self.flow_eps, self.clamp),
+            (query, key),
+            (self.plane, *self.tokens, self.eps, self.flow_eps, self.clamp),
             self.features | self.roles | kinds,
         )  # fmt: skip
         if self.segments > 1:
@@ -181,14 +189,16 @@ class Plan:
                     key, positions, bounds, sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums,
                     totals, end_sums,
                 ),
-                (self.plane, *_strides(key), *self.tokens, self.eps, self.clamp),
+                (key,),
+            (self.plane, *self.tokens, self.eps, self.clamp),
                 self.features | self.competition | self.keep,
             )  # fmt: skip
             yield self._kernel(
                 causal_forward.memory_kernel,
                 shapes.memory,
                 (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
-                (self.plane, *_strides(key, value), *self.tokens, self.eps, self.clamp),
+                (key, value),
+                (self.plane, *self.tokens, self.eps, self.clamp),
                 self.features | self.values | self.competition,
                 tiles=self.value_tiles,
             )
@@ -200,7 +210,8 @@ class Plan:
                 query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
                 logs, memories, end_memory,
             ),
-            (self.plane, *_strides(query, key, value, result), *self.tokens, self.eps, self.clamp),
+            (query, key, value, result),
+            (self.plane, *self.tokens, self.eps, self.clamp),
             self.features | self.values | self.roles | kinds,
             tiles=self.value_tiles,
         )  # fmt: skip
@@ -224,7 +235,8 @@ class Plan:
                 causal_backward.grad_memory_kernel,
                 shapes.grad_memory,
                 (query, grad, result, positions, bounds, flows, grads, increments, conserved),
-                (self.plane, *_strides(query, grad, result), *self.tokens, self.eps),
+                (query, grad, result),
+                (self.plane, *self.tokens, self.eps),
                 features | self.values,
                 tiles=self.value_tiles,
             )
@@ -233,7 +245,8 @@ class Plan:
             causal_backward.value_gradient_kernel,
             shapes.value_gradient,
             (*everything, *extras, flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching),
-            (self.plane, *_strides(*everything), *self.tokens, self.eps, self.clamp),
+            everything,
+            (self.plane, *self.tokens, self.eps, self.clamp),
             features | self.values | kinds,
             tiles=self.value_tiles,
         )
@@ -244,27 +257,41 @@ class Plan:
                 query, key, *extras, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial,
                 after, start_sums, start_scalars,
             ),
-            (self.plane, *_strides(query, key), *self.tokens, self.eps, self.clamp),
+            (query, key),
+            (self.plane, *self.tokens, self.eps, self.clamp),
             features | kinds,
         )  # fmt: skip
         sides = (query, key, grad, value, grad_query, memories), (key, query, value, grad, grad_key, grad_memories)
         for reverse, balance in self.gradients:
             *tokens, states = sides[reverse]
-            constants = {"BLOCK_D": self.tile_d, "E": self.values["E"], "BLOCK_E": self.block_e}
+            constants = {
+                "BLOCK_D": self.tile_d,
+                "E": self.values["E"],
+                "BLOCK_E": self.block_e,
+                "CENTRE": CENTRES[self.features["MAP"]],
+                "HALVES": self.features["DOT"] == tl.bfloat16 and not reverse and HALVES,
+            }
             raised = self.features["DOT"] != tl.bfloat16 or self.eps > SMALL
             yield self._kernel(
                 causal_gradient.gradient_kernel,
                 shapes.gradient,
                 (*tokens, *extras, grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
-                (self.plane, *_strides(*tokens), *self.tokens, self.eps),
+                tokens,
+                (self.plane, *self.tokens, self.eps),
                 features | constants | {"BALANCE": balance, "RAISED": raised, "REVERSE": reverse},
                 tiles=self.feature_tiles,
             )
 
-    def _kernel(self, function, shape: Shape, arguments, numbers, constants: dict, tiles=1) -> Kernel:
-        """A kernel for every head, segment and tile."""
-        constants = constants | {"C": self.config.chunk, "STAGES": shape.stages}
-        return Kernel(function, (self.rows, self.segments, tiles), arguments, numbers, constants, shape.warps)
+    def _kernel(
+        self, function, shape: Shape, arguments, strided: Iterable[Argument], numbers, constants, tiles=1
+    ) -> Kernel:
+        """A kernel for every head, segment and tile, which takes the strides of `strided`, then `numbers`."""
+        strides = Strides.of((x.tensor.shape, x.tensor.stride()) for x in strided)
+        constants = constants | strides.constants | {"C": self.config.chunk, "STAGES": shape.stages}
+        grid = self.rows, self.segments, tiles
+        return Kernel(
+            function, grid, arguments, (*strides.numbers, *numbers), constants, shape.warps, smaller=({"STAGES": 1},)
+        )
 
     def _scan(self, *arguments: Argument | None, reverse: bool) -> Kernel:
         """Adds up the memories of the segments before each, after each in reverse."""
@@ -274,7 +301,7 @@ class Plan:
         return Kernel(causal_forward.scan_kernel, grid, arguments, (self.segments,), constants)
 
 
-_plan = functools.lru_cache(maxsize=MANY)(Plan)
+_plan = functools.lru_cache(maxsize=PLAN_CACHE_SIZE)(Plan)
 
 
 def plan_of(tensors, longest: int, keep: bool, scale: float, variant: FlowVariant) -> Plan:
@@ -282,12 +309,14 @@ def plan_of(tensors, longest: int, keep: bool, scale: float, variant: FlowVarian
     return _plan(signature(tensors), tensors[0].device, longest, keep, scale, variant)
 
 
-def segment_count(rows, longest):
+def segment_count(rows, longest, device: torch.device):
     """How many segments each of `rows` heads is cut into; symbolic if they are."""
-    if rows >= ENOUGH:
+    sms = num_sms(device)
+    if rows > sms:
+        # a second segment would only read its tokens more often
         return 1
-    fitting = PROGRAMS // torch.sym_max(rows, 1)
-    tokens = SHORTEST if rows < MOST else LONG
+    fitting = SEGMENTS_PER_SM * sms // torch.sym_max(rows, 1)
+    tokens = SHORTEST if rows < BUSY * sms else LONG
     return torch.sym_max(1, torch.sym_min(fitting, (longest + tokens - 1) // tokens))
 
 
@@ -300,17 +329,13 @@ def state_sizes(rows, dim, value_dim) -> list[int]:
     return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
-def kept_sizes(shape, value_dim: int, rows, longest, chunk: int, keep: bool) -> list[int]:
+def kept_sizes(shape, value_dim: int, rows, longest, segments, chunk: int, keep: bool) -> list[int]:
     """How many numbers the flows, sums, logs and memories of `causal_forward` take, the sums only if kept."""
-    (batch, heads, length, dim), segments = shape, segment_count(rows, longest)
+    batch, heads, length, dim = shape
     planes = causal_parts.PLANES if keep else causal_parts.FORWARD_PLANES
     chunks = segments * segment_chunks(longest, segments, chunk) if keep else 0
     sizes = planes.value * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
     return [aligned(size) for size in (*sizes, rows * segments * dim * value_dim)]
-
-
-def _strides(*arguments: Argument) -> list[int]:
-    return [stride for x in arguments for stride in x.tensor.stride()[:3]]
 
 
 def _block(dim: int) -> int:

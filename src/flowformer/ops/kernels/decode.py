@@ -18,7 +18,7 @@ from ..torch_causal import State
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
-from .launch import MANY, Kernel, Launches, signature
+from .launch import PLAN_CACHE_SIZE, Kernel, Launches, signature
 
 
 @triton.jit
@@ -57,10 +57,12 @@ def decode_kernel(
         conserved_in = tl.sum(tl.where(inner, (q + eps) * (conserved_key + eps), 0.0), 0) + flow_eps
         conserved_out = tl.sum(tl.where(inner, (k + eps) * (conserved_query + eps), 0.0), 0) + flow_eps
         competition, log = 1.0, old_log
-        if COMPETITION:
-            flow = bounded(conserved_out / position, clamp)
+        flow = bounded(conserved_out / position, clamp)
+        if COMPETITION == "softmax":
             log = log_add(flow, tl.where(seen > 0, old_log, NOTHING))
             competition = position * tl.exp(flow - log)
+        elif COMPETITION == "sigmoid":
+            competition = sigmoid(flow, False)
         received = 1.0 / incoming
         if ALLOCATION:
             received *= sigmoid(conserved_in / position, False)
@@ -103,7 +105,7 @@ def decode(
     return torch.ops.flowformer.triton_decode(query, key, value, mask, *state, scale, *variant.as_args())
 
 
-@functools.lru_cache(maxsize=MANY)
+@functools.lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _launches(kind) -> Launches:
     return Launches()
 
@@ -134,7 +136,7 @@ def _kernel(arguments, tensors, scale: float, variant: FlowVariant) -> Kernel:
         "E": value_dim,
         "BLOCK_E": min(triton.next_power_of_2(value_dim), max(1, 8192 // block)),
         "MAP": variant.feature_map,
-        "COMPETITION": variant.competition != "none",
+        "COMPETITION": variant.competition,
         "ALLOCATION": variant.allocation != "none",
     }
     return Kernel(decode_kernel, (batch * heads, 1, 1), arguments, numbers, constants)

@@ -55,7 +55,8 @@ def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
-# two bfloat16 in a register: x/2 by HALVE, then φ and φ + ε
+# Two bfloat16 in a register, from register to register: the conversions would cost more than the sigmoid. HALVE puts
+# x/2 into two float32, and LAST makes the outputs of their tanh.
 _FAST_PAIR = """
 {
     .reg .b32 half, one, minus_zero, low, high;
@@ -66,24 +67,39 @@ _FAST_PAIR = """
     HALVE
     tanh.approx.f32 x, x;
     tanh.approx.f32 y, y;
+    LAST
+}
+"""
+_SPLIT = "shl.b32 low, {0}, 16; and.b32 high, {0}, 0xffff0000; mov.b32 x, low; mov.b32 y, high;"
+_RAISE = """
     fma.rn.f32 x, x, 0f3F000000, 0f3F000000;
     fma.rn.f32 y, y, 0f3F000000, 0f3F000000;
     cvt.rn.bf16x2.f32 $0, y, x;
     fma.rn.bf16x2 $1, $0, one, $3;
-}
 """
-_SPLIT = "shl.b32 low, {0}, 16; and.b32 high, {0}, 0xffff0000; mov.b32 x, low; mov.b32 y, high;"
-_UNSCALED_PAIR = tl.constexpr(
-    _FAST_PAIR.replace("HALVE", "fma.rn.bf16x2 half, $2, half, minus_zero;" + _SPLIT.format("half"))
-)
-_SCALED_PAIR = tl.constexpr(_FAST_PAIR.replace("HALVE", _SPLIT.format("$2") + "mul.f32 x, x, $4; mul.f32 y, y, $5;"))
+_HALVE_TANH = """
+    mul.f32 x, x, 0f3F000000;
+    mul.f32 y, y, 0f3F000000;
+    cvt.rn.bf16x2.f32 $0, y, x;
+"""
+
+
+def _pair(last: str, x: str, scales: tuple[str, str] | None) -> tl.constexpr:
+    if scales is None:
+        halve = f"fma.rn.bf16x2 half, {x}, half, minus_zero;" + _SPLIT.format("half")
+    else:
+        halve = _SPLIT.format(x) + f"mul.f32 x, x, {scales[0]}; mul.f32 y, y, {scales[1]};"
+    return tl.constexpr(_FAST_PAIR.replace("HALVE", halve).replace("LAST", last))
+
+
+_UNSCALED_PAIR, _SCALED_PAIR = _pair(_RAISE, "$2", None), _pair(_RAISE, "$2", ("$4", "$5"))
+_UNSCALED_CENTRED, _SCALED_CENTRED = _pair(_HALVE_TANH, "$1", None), _pair(_HALVE_TANH, "$1", ("$2", "$3"))
 
 
 @triton.jit
 def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
     """φ(scale·x) and φ(scale·x) + ε, rounded to what the tensor cores take; without a scale it is 1."""
     if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and tl.bfloat16 == DOT:
-        # two numbers at a time from register to register: the conversions would cost more than the sigmoid
         eps = tl.cast(eps, tl.bfloat16)
         outputs: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         if scale is None:
@@ -93,6 +109,22 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: 
             return tl.inline_asm_elementwise(_SCALED_PAIR, "=r,=r,r,r,f,f", factors, outputs, is_pure=True, pack=2)
     phi = feature(x, scale, MAP, FAST)
     return phi.to(DOT), (phi + eps).to(DOT)
+
+
+# φ(0): what features of small inputs have in common
+CENTRES = {"sigmoid": 0.5, "elu+1": 1.0, "relu": 0.0}
+
+
+@triton.jit
+def centred_features(x, scale, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, CENTRE: tl.constexpr):
+    """φ(scale·x) − φ(0), rounded to what the tensor cores take: 0 where x is 0."""
+    if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and tl.bfloat16 == DOT:
+        if scale is None:
+            return tl.inline_asm_elementwise(_UNSCALED_CENTRED, "=r,r", [x], tl.bfloat16, is_pure=True, pack=2)
+        else:
+            factors = [x, 0.5 * scale]
+            return tl.inline_asm_elementwise(_SCALED_CENTRED, "=r,r,f,f", factors, tl.bfloat16, is_pure=True, pack=2)
+    return (feature(x, scale, MAP, FAST) - CENTRE).to(DOT)
 
 
 @triton.jit

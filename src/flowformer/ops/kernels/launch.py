@@ -1,30 +1,46 @@
-"""How kernels are launched, and launched again: what Triton finds out about every argument of every call takes longer
-than the kernels of a short sequence, and is the same for all calls of one kind."""
+"""Launch cache: kernels of a call are compiled side by side once, then replayed with new pointers.
+
+Triton re-specialises the arguments of every launch, which costs more than a short kernel runs. So the first call of a
+plan records the compiled launchers, and later calls only fill in pointers and the stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+import functools
+import itertools
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
-MANY = 512  # kinds of calls, after which the oldest is forgotten
+PLAN_CACHE_SIZE = 512
+# Releases whose launcher was replayed on a GPU: it takes (grid, stream, function, metadata, hooks, arguments). With any
+# other release every call goes through Triton's own launch.
+REPLAYABLE = ("3.6.",)
+STREAM = 3  # where that launcher takes the stream
 
 
 class Argument(NamedTuple):
-    """A tensor of a call, or a piece of a flat one, known by its place: two may be one tensor, but not next time."""
+    """A tensor of a call, or a part of a flat one.
+
+    Identified by position, not by identity: two arguments may alias in one call and not in the next.
+    """
 
     tensor: Tensor
-    place: int  # among the tensors of the call
+    position: int  # among the tensors of the call
     start: int = 0  # bytes before it
 
     def split(self, sizes: Sequence[int]) -> list[Argument]:
         parts = self.tensor.split_with_sizes(list(sizes))
-        starts = accumulate((part.nbytes for part in parts), initial=self.start)
-        return [Argument(part, self.place, start) for part, start in zip(parts, starts, strict=False)]
+        starts = itertools.accumulate((part.nbytes for part in parts), initial=self.start)
+        return [Argument(part, self.position, start) for part, start in zip(parts, starts, strict=False)]
 
 
 class Kernel(NamedTuple):
@@ -36,63 +52,147 @@ class Kernel(NamedTuple):
     numbers: Sequence[Any]  # those between the tensors and the constants
     constants: Mapping[str, Any]  # by name, all that follow
     warps: int = 4
+    smaller: Sequence[Mapping[str, Any]] = ()  # constants to replace, one after another, until it fits the device
 
 
 class Launches:
-    """The kernels of calls of one kind: described and compiled for the first of them, then only launched."""
+    """The kernels of one plan: compiled at its first call, replayed at later ones.
 
-    def __init__(self) -> None:
-        self._again: Callable[[Sequence[Any]], None] | None = None
+    Args:
+        wgmma: whether matrix products may use Hopper's warp-group instructions. ptxas 12.8 (Triton 3.6) gives some of
+            them addresses in uniform registers that it never wrote, where factors of several widths are alive at once;
+            `tests/machine_code.py` finds such reads in the SASS of a kernel.
+    """
+
+    def __init__(self, wgmma: bool = True) -> None:
+        self._wgmma = wgmma
+        self._constants: list[Mapping[str, Any]] | None = None
+        self._replay: Callable[[Sequence[Any]], None] | None = None
 
     def __call__(self, tensors: Sequence[Any], describe: Callable[..., Iterable[Kernel]]) -> None:
-        """Launches what `describe` makes of the tensors, of which all but the first may be None, one after another."""
+        """Launches the kernels that `describe` makes of the tensors, of which all but the first may be None."""
         with device_of(tensors[0]):
-            if self._again is not None:
-                self._again(tensors)
-            else:
-                self._again = launch(tensors, describe)
+            if self._replay is not None:
+                self._replay(tensors)
+                return
+            arguments = (None if x is None else Argument(x, position) for position, x in enumerate(tensors))
+            kernels = list(describe(*arguments))
+            if self._constants is None:
+                self._constants = fit(kernels, tensors[0].device, self._wgmma)
+            kernels = [kernel._replace(constants=c) for kernel, c in zip(kernels, self._constants, strict=True)]
+            compiled = [_launch(kernel) for kernel in kernels]
+            # the interpreter compiles nothing
+            if None not in compiled and triton.__version__.startswith(REPLAYABLE):
+                recorded = [_record(kernel, each) for kernel, each in zip(kernels, compiled, strict=True)]
+                self._replay = functools.partial(_replay, recorded, tensors[0].device.index)
 
 
-def launch(tensors: Sequence[Any], describe: Callable[..., Iterable[Kernel]]) -> Callable[[Sequence[Any]], None] | None:
-    """Runs kernels; what it returns runs them again with other tensors of the same kinds.
-
-    Returns: None in the interpreter, which has nothing to remember.
-    """
-    arguments = (None if x is None else Argument(x, place) for place, x in enumerate(tensors))
-    recorded = [_launch(kernel) for kernel in describe(*arguments)]
-    if None in recorded:
-        return None
-    device = tensors[0].device.index
-
-    def again(tensors: Sequence[Any]) -> None:
-        # Triton would ask the driver about each tensor
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, values, slots in recorded:
-            values = values.copy()
-            values[STREAM] = stream
-            for slot, place, start in slots:
-                values[slot] = pointers[place] + start
-            run(*values)
-
-    return again
+def fit(kernels: Sequence[Kernel], device: torch.device, wgmma: bool) -> list[Mapping[str, Any]]:
+    """Compiles kernels side by side. Returns: the constants of each, smaller where shared memory is short."""
+    constants = [kernel.constants for kernel in kernels]
+    if not isinstance(kernels[0].function, triton.JITFunction):
+        return constants
+    available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    smaller = [iter(kernel.smaller) for kernel in kernels]
+    pending = list(range(len(kernels)))
+    while pending:
+        needed = _compile([kernels[i]._replace(constants=constants[i]) for i in pending], wgmma)
+        pending = [i for i, size in zip(pending, needed, strict=True) if size > available]
+        for i in pending:
+            replacement = next(smaller[i], None)
+            if replacement is None:
+                name = kernels[i].function.__name__
+                raise RuntimeError(f"{name} does not fit the {available} bytes of shared memory of {device}.")
+            constants[i] = {**constants[i], **replacement}
+    return constants
 
 
-STREAM = 3  # where a launcher of Triton takes it, after the grid
+_compiling = threading.Lock()  # the environment variable below is the whole process's
+
+
+def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
+    """Compiles kernels without running them. Returns: the bytes of shared memory that each needs."""
+    with (
+        _compiling,
+        nullcontext() if wgmma else _without_wgmma(),
+        ThreadPoolExecutor() as pool,
+        triton.AsyncCompileMode(pool),
+    ):
+        compiled = [
+            kernel.function.warmup(*_values(kernel), **kernel.constants, num_warps=kernel.warps, grid=kernel.grid)
+            for kernel in kernels
+        ]
+        # a kernel that was compiled before is no future
+        compiled = [each.result() if hasattr(each, "result") else each for each in compiled]
+    return [each.metadata.shared for each in compiled]
+
+
+@contextmanager
+def _without_wgmma() -> Iterator[None]:
+    before = os.environ.get("DISABLE_MMA_V3")
+    os.environ["DISABLE_MMA_V3"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MMA_V3"]
+        else:
+            os.environ["DISABLE_MMA_V3"] = before
+
+
+def _values(kernel: Kernel) -> list[Any]:
+    return [*(None if x is None else x.tensor for x in kernel.arguments), *kernel.numbers]
 
 
 def _launch(kernel: Kernel):
-    """Runs a kernel: its launcher, the values that it takes, and which of them are where in which tensor."""
-    function, grid, arguments, numbers, constants, warps = kernel
-    tensors = [None if x is None else x.tensor for x in arguments]
-    compiled = function[grid](*tensors, *numbers, **constants, num_warps=warps)
-    if compiled is None:
-        return None
-    # no stream yet, and without the hooks of profilers
-    values = [*grid, None, compiled.function, compiled.packed_metadata, None, None, None]
-    slots = [(slot, *x[1:]) for slot, x in enumerate(arguments, len(values)) if x is not None]
-    names = function.arg_names[len(tensors) + len(numbers) :]
-    return compiled.run, [*values, *(None for _ in tensors), *numbers, *(constants[name] for name in names)], slots
+    """Triton's own launch. Returns: the compiled kernel, None in the interpreter."""
+    return kernel.function[kernel.grid](*_values(kernel), **kernel.constants, num_warps=kernel.warps)
+
+
+def _record(kernel: Kernel, compiled) -> tuple:
+    """The launcher of a kernel, the values that it takes, and which of them point into which tensor."""
+    # no stream yet, and none of the hooks of profilers
+    head = [*kernel.grid, None, compiled.function, compiled.packed_metadata, None, None, None]
+    slots = [(slot, *x[1:]) for slot, x in enumerate(kernel.arguments, len(head)) if x is not None]
+    names = kernel.function.arg_names[len(kernel.arguments) + len(kernel.numbers) :]
+    constants = (kernel.constants[name] for name in names)
+    return compiled.run, [*head, *(None for _ in kernel.arguments), *kernel.numbers, *constants], slots
+
+
+def _replay(recorded: Sequence[tuple], device: int, tensors: Sequence[Any]) -> None:
+    # Triton would ask the driver about each tensor
+    pointers = [0 if x is None else x.data_ptr() for x in tensors]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    for run, values, slots in recorded:
+        values = values.copy()
+        values[STREAM] = stream
+        for slot, position, start in slots:
+            values[slot] = pointers[position] + start
+        run(*values)
+
+
+class Strides(NamedTuple):
+    """The strides of batch, head and token of several tensors, as kernels take them.
+
+    A kernel is compiled for what all strides have in common, not for each of them: `numbers` are in units of ALIGN, a
+    power of two, and DENSE says that tokens are as far apart as they are wide.
+    """
+
+    numbers: list[int]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Strides:
+        """From pairs of shape (B, H, N, D) and stride."""
+        tensors = list(tensors)
+        # along an axis of one there is nowhere to go
+        strides = [
+            [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride in tensors
+        ]
+        bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
+        align = bits & -bits
+        dense = all(shape[2] <= 1 or stride[2] == shape[3] for shape, stride in tensors)
+        return cls([s // align for s in itertools.chain(*strides)], {"ALIGN": align, "DENSE": dense})
 
 
 def empty(sizes: Sequence[int], device: torch.device) -> Tensor:

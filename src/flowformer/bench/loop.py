@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from torch.utils.data import Subset
 
-from flowformer import data
-from flowformer.data import Splits
-from flowformer.train import recipes, tasks
-from flowformer.train.config import TrainConfig, override
-from flowformer.train.loop import Trainer, build_optimiser
-from flowformer.train.record import device_name, peak_memory
+from .. import data
+from ..data import Splits
+from ..train import recipes, tasks
+from ..train.config import TrainConfig, override
+from ..train.loop import Trainer, build_optimiser
+from ..train.record import device_name, peak_memory
 
 LOG_EVERY = 10
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,7 +76,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
     )
     few = range(config.batch_size)
-    parts = {part: Subset(splits.test, few[: len(splits.test)]) for part in ("valid", "test")}  # type: ignore[arg-type]
+    part = Subset(splits.test, few[: len(splits.test)])  # type: ignore[arg-type]
     logged = {}
 
     def report(record):
@@ -84,7 +84,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
             logged[record["step"]] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, Path(folder), splits._replace(**parts), None, False, report)
+        trainer = Trainer(config, Path(folder), splits._replace(valid=part, test=part), None, False, report)
         device, task = trainer.accelerator.device, trainer.task
         started, batches = 0.0, []
         for i, batch in enumerate(trainer.batches(0)):
@@ -169,7 +169,9 @@ def show(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "flowformer bench loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="*", default=list(SYNTHETIC), metavar="RECIPE")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="as of flowformer train")
     parser.add_argument("--steps", type=int, default=100)

@@ -1,7 +1,7 @@
 """Time and memory of Flow-Attention beside the authors' formulation and other attentions, all in one run.
 
-    python benchmarks/attention.py                          # what the README states, on this machine
-    python benchmarks/attention.py --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
+    flowformer bench attention                              # what the README states, on this machine
+    flowformer bench attention --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
 
 First every contestant is checked against the float64 reference, and those of this package must pass. Then all of them
 take turns, so that whatever else the machine does hits each alike: median time with the 20th and 80th percentile, and
@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
 from torch import Tensor
 
-from flowformer import FlowVariant, flow_attention, flow_attention_recurrent
-from flowformer.baselines import LinearAttention
-from flowformer.ops import reference
+from .. import FlowVariant, flow_attention, flow_attention_recurrent
+from ..baselines import LinearAttention
+from ..ops import reference
+from .measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
 
 KINDS = ("bidirectional", "causal")
 # on a CPU, and on a GPU
@@ -116,7 +116,10 @@ def chosen(field: list[Contestant], names: list[str]) -> list[Contestant]:
 def fla_contestants() -> list[Contestant]:
     """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
     try:
-        from fla.ops.linear_attn import chunk_linear_attn, fused_chunk_linear_attn
+        from fla.ops.linear_attn import (  # type: ignore[import-not-found]
+            chunk_linear_attn,
+            fused_chunk_linear_attn,
+        )
     except ImportError:
         return []
 
@@ -266,7 +269,7 @@ def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int
     ]
 
 
-def captured(name: str, run: Callable[[], None], repeats: int) -> float:
+def captured(name: str, run: Callable[[], object], repeats: int) -> float:
     try:
         return graph_milliseconds(run, repeats)
     except RuntimeError as error:
@@ -282,7 +285,8 @@ def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     copies = [milliseconds(lambda: target.copy_(source), "cuda") for _ in range(12)]
     transfer = statistics.median(copies[2:]) * tensors[0].nbytes / (2 * source.nbytes)
-    return Row(kind, "floor", str(shape), *[4 * transfer] * 3, *[11 * transfer] * 3, 1.0, 1.0)
+    forward, both = 4 * transfer, 11 * transfer
+    return Row(kind, "floor", str(shape), forward, forward, forward, both, both, both, 1.0, 1.0)
 
 
 def decode(options) -> dict[str, float]:
@@ -294,17 +298,17 @@ def decode(options) -> dict[str, float]:
         # the state does not know how it was reached: short pieces spare the memory of a long prompt
         state = None
         for piece in range(0, past, 10_000):
-            qkv = inputs((*step[:2], min(10_000, past - piece), step[3]), device, dtype)[:3]
-            _, state = flow_attention_recurrent(*qkv, state)
+            q, k, v, *_ = inputs((*step[:2], min(10_000, past - piece), step[3]), device, dtype)
+            _, state = flow_attention_recurrent(q, k, v, state)
         states[past] = state
-    tokens = inputs(step, device, dtype)[:3]
+    q, k, v, *_ = inputs(step, device, dtype)
     times: dict[int, list[float]] = {past: [] for past in states}
     with torch.no_grad():
         for _ in range(500):
             for past, state in states.items():
-                times[past].append(milliseconds(lambda s=state: flow_attention_recurrent(*tokens, s), device))
+                times[past].append(milliseconds(partial(flow_attention_recurrent, q, k, v, state), device))
 
-        q, k, v = inputs((*step[:2], 1000, step[3]), device, dtype)[:3]
+        q, k, v, *_ = inputs((*step[:2], 1000, step[3]), device, dtype)
         whole, state, parts = flow_attention(q, k, v, is_causal=True), None, []
         for t in range(1000):
             part, state = flow_attention_recurrent(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], state)
@@ -351,7 +355,9 @@ def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
 
 
 def parse(arguments: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "flowformer bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")

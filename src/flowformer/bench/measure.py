@@ -19,10 +19,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
-from flowformer import __version__
+from .. import __version__
 
 
-def milliseconds(run: Callable[[], None], device: str) -> float:
+def milliseconds(run: Callable[[], object], device: str) -> float:
     if device == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -35,7 +35,7 @@ def milliseconds(run: Callable[[], None], device: str) -> float:
     return (time.perf_counter() - start_time) * 1e3
 
 
-def graph_milliseconds(run: Callable[[], None], repeats: int) -> float:
+def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
     """The median of what the kernels of a run take when a CUDA graph replays them, so without the host."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -54,7 +54,7 @@ def graph_milliseconds(run: Callable[[], None], repeats: int) -> float:
     return statistics.median(times)
 
 
-def host_microseconds(run: Callable[[], None], repeats: int) -> float:
+def host_microseconds(run: Callable[[], object], repeats: int) -> float:
     """The median time after which a call returns while an idle GPU goes on."""
     times = []
     for _ in range(repeats):
@@ -65,7 +65,7 @@ def host_microseconds(run: Callable[[], None], repeats: int) -> float:
     return statistics.median(times)
 
 
-def launches(run: Callable[[], None]) -> int:
+def launches(run: Callable[[], object]) -> int:
     """How many kernels a run starts."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -74,7 +74,7 @@ def launches(run: Callable[[], None]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
-def peak_bytes(run: Callable[[], None], device: str) -> int:
+def peak_bytes(run: Callable[[], object], device: str) -> int:
     """The most memory that was held at once above what was held before."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -131,7 +131,8 @@ def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
 
 
 def _kib(path: str, name: str) -> int:
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path(path).read_text())[1])
+    (found,) = re.findall(rf"{name}:\s+(\d+) kB", Path(path).read_text())
+    return int(found)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -161,10 +162,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """With a + if files differ from it."""
+    """Of the checkout, with a + if files differ from it; an installed package is in none, whatever lies around it."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return "unknown"
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+        result = subprocess.run(command, capture_output=True, text=True, cwd=root)
     except OSError:
         return "unknown"
     return result.stdout.strip() or "unknown"

@@ -32,14 +32,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 from torch import Tensor, nn
 
-from flowformer import baselines
-from flowformer.models.classifier import PRESETS, FlowformerClassifier
-from flowformer.nn.attention import ABLATIONS
-from flowformer.ops.variant import nearest
-from flowformer.train.paper import OOM, paper_speed, paper_speed_ratio
+from .. import baselines
+from ..models.classifier import PRESETS, FlowformerClassifier
+from ..nn.attention import ABLATIONS
+from ..ops.variant import nearest
+from ..train.paper import OOM, paper_speed, paper_speed_ratio
+from .measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 
 MODEL = replace(PRESETS["text"], num_layers=4, mask_padding=False)
 MODES = ("inference", "training")
@@ -208,10 +208,10 @@ def run(options) -> Iterator[Row]:
             for row in cells(name, length, options):
                 if name == "softmax":
                     softmax[row.mode] = row.steps_per_second
-                speeds = row.steps_per_second, softmax.get(row.mode)
+                speed, softmax_speed = row.steps_per_second, softmax.get(row.mode)
                 yield replace(
                     row,
-                    ratio=speeds[0] / speeds[1] if all(speeds) else None,
+                    ratio=speed / softmax_speed if speed and softmax_speed else None,
                     paper_steps_per_second=paper_speed(name, row.mode, length),
                     paper_ratio=paper_speed_ratio(name, row.mode, length),
                 )
@@ -261,7 +261,9 @@ def table(rows: list[Row]) -> str:
 
 
 def parse(arguments: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "flowformer bench lra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_cuda else "cpu")
     parser.add_argument("--dtype", choices=TOLERANCE, help="bfloat16 is autocast, the default on a GPU")
@@ -293,7 +295,7 @@ def parse(arguments: list[str] | None = None):
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parse(arguments)
     if options.plot:
-        from flowformer.viz import speed_bars  # before anything is timed, for it may be missing
+        from ..viz import speed_bars  # before anything is timed, for it may be missing
     say = partial(print, file=sys.stderr, flush=True)
     facts = {**machine(options.device, options.dtype), "compiled": str(options.compile)}
     say(", ".join(f"{name} {value}" for name, value in facts.items()))

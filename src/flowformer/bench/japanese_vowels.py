@@ -1,6 +1,6 @@
 """FlowformerClassifier with its default settings beside aeon's RocketClassifier, on JapaneseVowels.
 
-    python benchmarks/japanese_vowels.py
+    flowformer bench japanese-vowels
 
 The set is shipped with aeon: 270 training and 370 test series of 12 channels and 7 to 29 steps, nine speakers. Both see
 the training series only and are scored once, after the fit. RocketClassifier takes one length: its series are padded.
@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import aeon
+import aeon  # type: ignore[import-untyped]
 import numpy as np
 import torch
-from aeon.classification.convolution_based import RocketClassifier
-from aeon.datasets import load_japanese_vowels
-from aeon.transformations.collection.unequal_length import Padder
-from sklearn.pipeline import make_pipeline
+from aeon.classification.convolution_based import RocketClassifier  # type: ignore[import-untyped]
+from aeon.datasets import load_japanese_vowels  # type: ignore[import-untyped]
+from aeon.transformations.collection.unequal_length import Padder  # type: ignore[import-untyped]
+from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
 
-from flowformer.integrations.aeon import FlowformerClassifier
+from ..integrations.aeon import FlowformerClassifier
 
 LONGEST = 29
 
@@ -62,7 +62,9 @@ def table(rows: list[Row], seeds: list[int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "flowformer bench japanese-vowels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     seeds = parser.parse_args(arguments).seeds
     print(f"CPU, one thread, torch {torch.__version__}, aeon {aeon.__version__}")

@@ -1,0 +1,69 @@
+"""The error rule, which tests and the fuzzer share: how far from the float64 oracle a result may be.
+
+The error of a result is at most twice that of the same maths in plain PyTorch at the same dtype, three times for a
+gradient. A result that is the truth correctly rounded always passes, and so do a few roundings of the sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORWARD, GRADIENT = 2, 3
+# a few roundings of float32, whoever makes them
+ROUNDING = 3e-7
+
+
+class Error(NamedTuple):
+    """How far a tensor is from the truth."""
+
+    relative: float  # ‖value − truth‖ / ‖truth‖, 0 where both are 0
+    ratio: float  # error / allowed error; the rule holds up to 1; NaN or inf if the value is not finite
+
+    @property
+    def obeys(self) -> bool:
+        return self.ratio <= 1
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """‖value − truth‖ / ‖truth‖ in float64; NaN stays NaN, so that no comparison passes."""
+    value, truth = value.double().cpu(), truth.double().cpu()
+    return ((value - truth).norm() / truth.norm().clamp_min(1e-300)).item()
+
+
+def measure(
+    value: Tensor,
+    plain: Tensor,
+    truth: Tensor,
+    factor: int,
+    dtype: torch.dtype,
+    whole: float | None = None,
+    truncates: bool = False,
+) -> Error:
+    """The error of a value beside that of plain PyTorch.
+
+    Args:
+        factor: FORWARD or GRADIENT.
+        plain: the plain result. Where the inputs are float64 pass that of float32, whose error is scaled: in float64,
+            plain PyTorch is the oracle itself.
+        dtype: of the inputs; one rounding to it is allowed.
+        whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
+            the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
+        truncates: the value was rounded toward zero, which errs by twice as much as to the nearest.
+    """
+    truth = truth.double()
+    error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))
+    unit = torch.finfo(dtype).eps / (1 if truncates else 2)
+    # float64 has 29 bits more than float32; two less, since here the truth is rounded, too
+    scale = 2**-27 if dtype == torch.float64 else 2 if truncates else 1
+    rounding = ROUNDING * scale * (size if whole is None else whole)
+    if whole is not None and unit > 2**-24:
+        # in half precision, what cancels in a gradient that is zero was rounded: a sixteenth of a rounding of the whole
+        rounding = max(rounding, unit / 16 * whole)
+    # max ignores a NaN of the plain result, which then allows nothing beyond roundings
+    allowed = max(unit * size + factor * rounding, factor * scale * plain_error)
+    relative = error / size if size else 0.0 if error == 0 else float("inf")
+    ratio = error / allowed if allowed else 0.0 if error == 0 else float("inf")
+    return Error(relative, ratio)

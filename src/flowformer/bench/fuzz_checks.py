@@ -1,0 +1,443 @@
+"""What the fuzzer checks of a case.
+
+Values and gradients obey the error rule; two runs give the same bits, and so does a run in which all memory that is
+allocated starts as NaN; nothing is written outside of what was allocated; inputs are not changed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ..ops import FlowState, flow_attention, flow_attention_recurrent, flow_attention_varlen, reference
+from ..ops.variant import FlowVariant
+from .errors import FORWARD, GRADIENT, measure
+from .fuzz_cases import Case
+
+GUARD = 512  # bytes before and after a tensor, as many as keep the alignment of an allocation
+FILL = 255  # bytes of ones are NaN in every float dtype
+QUADRATIC = {"cpu": 2**21, "cuda": 2**25}  # numbers of the N × M matrices of the reference, above which pieces are used
+PIECE = 256  # tokens
+OUTPUTS = ("result", "sums", "memory", "scalars")
+GRADIENTS = ("d_query", "d_key", "d_value", "d_sums", "d_memory", "d_scalars")
+
+
+class Inputs(NamedTuple):
+    """The arguments of a case, each tensor in guarded memory."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_mask: Tensor | None
+    key_mask: Tensor | None
+    state: tuple[Tensor, ...] | None
+    bounds: tuple[Tensor, Tensor] | None
+    buffers: list[Tensor]
+    random: torch.Generator
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.query, self.key, self.value, *(self.state or ())
+
+
+def check(case: Case, device: str) -> dict[str, Any]:
+    """The verdict on a case, why, and the errors of each tensor.
+
+    Verdicts: "pass"; "fail"; "refused" by the backend; "memory", where the device has too little; "kink", where a
+    gradient breaks the error rule, but is between those of clamps that differ by a rounding: a flow near its clamp has
+    a gradient or none.
+    """
+    start = time.perf_counter()
+    record: dict[str, Any] = {"case": case.to_json(), "kind": case.kind, "backend": case.backend}
+    try:
+        verdict, reasons, errors = _check(case, device)
+        record |= {"verdict": verdict, "why": "; ".join(reasons), "errors": errors}
+    except NotImplementedError as refusal:
+        record |= {"verdict": "refused", "why": str(refusal)}
+    except torch.OutOfMemoryError as error:
+        # of the oracle, or since other workers hold the memory
+        torch.cuda.empty_cache()
+        record |= {"verdict": "memory", "why": str(error).splitlines()[0]}
+    except Exception as error:
+        record |= {"verdict": "fail", "why": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    return record | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
+    inputs = make_inputs(case, device)
+    dtype = getattr(torch, case.dtype)
+    exact = [x.to(dtype).double() for x in inputs.leaves[:3]] + [x.double() for x in inputs.leaves[3:]]
+    with torch.no_grad():
+        outputs = _exact(case, inputs, exact)
+    cotangents = _cotangents(case, inputs, outputs) if case.gradients else {}
+    before = [buffer.clone() for buffer in inputs.buffers]
+
+    def run() -> dict[str, Tensor]:
+        wanted = [name in case.gradients for name in "qkvsss"[: len(inputs.leaves)]]
+        return _with_gradients(lambda leaves: _call(case, inputs, leaves), inputs.leaves, wanted, cotangents)
+
+    def oracle(tensors: Sequence[Tensor], of: Case = case) -> dict[str, Tensor]:
+        wanted = [bool(case.gradients)] * len(tensors)
+        return _with_gradients(lambda leaves: _exact(of, inputs, leaves), tensors, wanted, cotangents)
+
+    reasons = []
+    results, again = run(), run()
+    with Guard() as guard:
+        poisoned = run()
+    for what, others in (("two runs differ", again), ("memory poisoned with NaN makes a difference", poisoned)):
+        names = [name for name in results if not _same_bits(results[name], others[name])]
+        if names:
+            reasons.append(f"{what} in {', '.join(names)}")
+    if guard.touched():
+        reasons.append("memory outside of an allocation was written")
+    if not all(torch.equal(old, new) for old, new in zip(before, inputs.buffers, strict=True)):
+        reasons.append("an input was changed")
+
+    truths = oracle(exact)
+    # in float64 the oracle is plain PyTorch itself: the error of float32 tells how well the sums are conditioned
+    coarse = torch.float32 if dtype == torch.float64 else dtype
+    plain = oracle([x.to(coarse if i < 3 else torch.float32) for i, x in enumerate(exact)])
+    whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name.startswith("d_")))
+    # Triton's interpreter casts float32 to bfloat16 by leaving the last bits out
+    truncates = case.backend == "triton" and device == "cpu" and dtype == torch.bfloat16
+    errors: dict[str, Any] = {}
+    broken: list[str] = []
+    for name, result in results.items():
+        if result.shape != truths[name].shape:
+            reasons.append(f"{name} has shape {tuple(result.shape)}, not {tuple(truths[name].shape)}")
+            continue
+        value, other, truth = _comparable(case, name, result, plain[name], truths[name])
+        factor, size = (GRADIENT, whole) if name.startswith("d_") else (FORWARD, None)
+        error = measure(value, other, truth, factor, dtype, size, truncates)
+        errors[name] = {"relative": error.relative, "ratio": error.ratio}
+        if not error.obeys:
+            broken.append(name)
+    if results["result"].dtype != dtype:
+        reasons.append(f"the result is {results['result'].dtype}, not {dtype}")
+    rules = [f"{name} is off by {errors[name]['relative']:.2g}, {errors[name]['ratio']:.2g} times what the rule allows"
+             for name in broken]  # fmt: skip
+    clamp = _variant(case).clamp
+    if broken and not reasons and clamp is not None:
+        unit = torch.finfo(dtype).eps / 2
+        sides = [
+            oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (unit, -unit)
+        ]
+        if all(_between(results[name], truths[name], *(side[name] for side in sides)) for name in broken):
+            return "kink", rules, errors
+    return "fail" if reasons or rules else "pass", reasons + rules, errors
+
+
+def _between(value: Tensor, truth: Tensor, above: Tensor, below: Tensor) -> bool:
+    """Whether a gradient is as near to the truth as those on either side of a clamp, where the gradient jumps."""
+    return bool((value - truth).norm() <= (above - below).norm())
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    random = torch.Generator().manual_seed(case.seed)
+    dtype, buffers = getattr(torch, case.dtype), []
+    rows = () if case.is_packed else (case.batch,)
+    sinks, sources = sum(case.lengths) + case.sinks, sum(case.source_lengths) + case.sources
+    shapes = (
+        (case.heads, sinks, case.dim),
+        (case.key_heads, sources, case.dim),
+        (case.key_heads, sources, case.value_dim),
+    )
+
+    def put(values: Tensor, layout: str = "contiguous") -> Tensor:
+        tensor, buffer = _place(values, layout, device, case.seed % 2)
+        buffers.append(buffer)
+        return tensor
+
+    mask_layout = "turned" if case.seed % 5 == 0 else "contiguous"
+    masks = [
+        None if kind is None else put(_mask(kind, case.batch, length, random), mask_layout)
+        for kind, length in ((case.query_mask, case.sinks), (case.key_mask, case.sources))
+    ]
+    joint = None
+    if case.is_causal and not case.is_packed:
+        joint = _both(*masks)
+    tensors = []
+    for index, (shape, layout) in enumerate(zip(shapes, case.layouts, strict=True)):
+        values = torch.randn(*rows, *shape, generator=random) * (case.amplitude if index < 2 else 1)
+        mask = joint if case.is_causal else masks[min(index, 1)]
+        if case.junk and mask is not None and layout != "expanded":
+            values = values.masked_fill(~mask.cpu()[:, None, :, None], torch.nan)
+        kept = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
+        # packed tokens come before heads
+        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(kept), layout))
+    state = None
+    if case.past:
+        past = [torch.randn(case.batch, case.heads, case.past, size, generator=random, dtype=torch.float64)
+                for size in (case.dim, case.dim, case.value_dim)]  # fmt: skip
+        scaled = past[0] * case.amplitude, past[1] * case.amplitude, past[2]
+        _, parts = reference.causal(*scaled, None, None, _scale(case), **asdict(_variant(case)))
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        turned = "turned" if "turned" in case.layouts else "contiguous"
+        state = tuple(put(part.to(sums), turned) for part in parts)
+    bounds = None
+    if case.is_packed:
+        ends = [[0, *accumulate(lengths)] for lengths in (case.lengths, case.source_lengths)]
+        index_dtype = torch.int32 if case.seed % 3 else torch.int64
+        bounds = put(torch.tensor(ends[0], dtype=index_dtype)), put(torch.tensor(ends[1], dtype=index_dtype))
+    return Inputs(tensors[0], tensors[1], tensors[2], masks[0], masks[1], state, bounds, buffers, random)
+
+
+def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """What the public API returns: the result and, of a recurrent call, the three tensors of the state."""
+    query, key, value, *state = leaves
+    options: dict[str, Any] = {
+        "scale": case.scale,
+        "enable_gqa": case.heads != case.key_heads,
+        "variant": _variant(case),
+        "backend": case.backend,
+    }
+    device = query.device.type
+    dtype = getattr(torch, case.dtype)
+    autocast = torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
+    with torch.autocast(device, autocast) if case.autocast else nullcontext():
+        if inputs.bounds is not None:
+            slack = 37 if case.seed % 4 == 0 else 0  # lengths may be below the longest that is named
+            longest = max(case.lengths, default=0) + slack, max(case.source_lengths, default=0) + slack
+            options["is_causal"] = case.is_causal
+            return [flow_attention_varlen(query, key, value, *inputs.bounds, *longest, **options)]
+        if case.kind != "recurrent":
+            options |= {"is_causal": case.is_causal, "query_mask": inputs.query_mask, "key_mask": inputs.key_mask}
+            return [flow_attention(query, key, value, **options)]
+        carried = FlowState(*state) if state else None
+        if not state and case.seed % 4 == 0:
+            sums = torch.float64 if dtype == torch.float64 else torch.float32
+            carried = FlowState.empty(case.batch, case.heads, case.dim, case.value_dim, device=query.device, dtype=sums)
+        parts = []
+        for start, stop in pairwise([0, *case.cuts, case.sinks]):
+            mask = None if inputs.key_mask is None else inputs.key_mask[:, start:stop]
+            q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+            part, carried = flow_attention_recurrent(q, k, v, carried, key_mask=mask, **options)
+            parts.append(part)
+        return [torch.cat(parts, 2), *(carried.pack() if carried else ())]
+
+
+def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The same by the reference, in the dtype of the leaves and without cuts."""
+    query, key, value, *state = leaves
+    scale, variant = _scale(case), _variant(case)
+    if not case.is_packed:
+        if not case.is_causal:
+            return [exact_bidirectional(query, key, value, inputs.query_mask, inputs.key_mask, scale, variant)]
+        mask = _both(inputs.query_mask, inputs.key_mask)
+        result, end = exact_causal(query, key, value, mask, tuple(state) or None, scale, variant)
+        return [result, *end] if case.kind == "recurrent" else [result]
+    parts = []
+    starts, source_starts = accumulate([0, *case.lengths]), accumulate([0, *case.source_lengths])
+    for at, length, first, count in zip(starts, case.lengths, source_starts, case.source_lengths, strict=False):
+        q = query[at : at + length].transpose(0, 1)[None]
+        k, v = (x[first : first + count].transpose(0, 1)[None] for x in (key, value))
+        if case.is_causal:
+            result, _ = exact_causal(q, k, v, None, None, scale, variant)
+        else:
+            result = exact_bidirectional(q, k, v, None, None, scale, variant)
+        parts.append(result[0].transpose(0, 1))
+    return [torch.cat([*parts, query.new_zeros(case.sinks, case.heads, case.value_dim)])]
+
+
+def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+    """`reference.bidirectional` with grouped heads; above a size, without its N × M matrix."""
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    options = asdict(variant)
+    if math.prod(query.shape[:3]) * key.shape[2] <= QUADRATIC[query.device.type]:
+        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **options)
+    maps = reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
+    q = reference._features(query, query_mask, scale, **options)
+    k = reference._features(key, key_mask, scale, **options)
+    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0)
+    memory = k.mT @ (reference._valid(value, key_mask) * maps.competition[..., None])
+    return (q @ memory * received[..., None]).to(query.dtype)
+
+
+def exact_causal(query, key, value, mask, state, scale: float, variant: FlowVariant) -> tuple[Tensor, tuple]:
+    """`reference.causal` with grouped heads; above a size, in pieces that pass the state on."""
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    batch, heads, length, _ = query.shape
+    piece = PIECE if batch * heads * length**2 > QUADRATIC[query.device.type] else max(length, 1)
+    results = []
+    for start in range(0, max(length, 1), piece):
+        tokens = slice(start, start + piece)
+        part = None if mask is None else mask[:, tokens]
+        q, k, v = (x[:, :, tokens] for x in (query, key, value))
+        result, state = reference.causal(q, k, v, part, state, scale, **asdict(variant))
+        results.append(result)
+    return torch.cat(results, 2), state
+
+
+def _with_gradients(
+    function: Callable[[Sequence[Tensor]], list[Tensor]],
+    leaves: Sequence[Tensor],
+    wanted: Sequence[bool],
+    cotangents: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The outputs by name, and the gradients of the wanted leaves."""
+    named = {name: x.detach().requires_grad_(want) for name, x, want in zip(GRADIENTS, leaves, wanted, strict=False)}
+    outputs = dict(zip(OUTPUTS, function(list(named.values())), strict=False))
+    chosen = {name: x for name, x in named.items() if x.requires_grad}
+    ends = [name for name, x in outputs.items() if name in cotangents and x.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(chosen)
+    if chosen and ends:
+        upstream = [cotangents[name].to(outputs[name].dtype) for name in ends]
+        found = torch.autograd.grad(
+            [outputs[name] for name in ends], list(chosen.values()), upstream, allow_unused=True
+        )
+    gradients = {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(chosen.items(), found, strict=True)
+    }
+    return {name: x.detach() for name, x in outputs.items()} | gradients
+
+
+def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Upstream gradients in the dtypes of the outputs: of the result and, if the loss depends on it, the end state."""
+    named = dict(zip(OUTPUTS, outputs, strict=False))
+    if "e" not in case.gradients:
+        named = {"result": named["result"]}
+    dtype = getattr(torch, case.dtype)
+    cotangents = {}
+    for name, output in named.items():
+        kept = dtype if name == "result" or dtype == torch.float64 else torch.float32
+        values = torch.randn(output.shape, generator=inputs.random).to(kept)
+        if name == "scalars":
+            # the count has no gradient, nor has a sum that the variant does not need or that is still empty
+            values[..., 0] = 0
+            values[..., 1] *= case.variant.get("competition", "softmax") == "softmax"
+            values[..., 2] *= case.variant.get("allocation", "sigmoid") == "softmax"
+            values = torch.where(output.isfinite().cpu(), values, 0)
+        cotangents[name], buffer = _place(values, case.grad_layout, output.device, 0)
+        inputs.buffers.append(buffer)
+    return cotangents
+
+
+def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tensor) -> Iterator[Tensor]:
+    """In float64, without what is not compared: sums that the variant does not need, and what the dtype cannot hold."""
+    largest = torch.finfo(value.dtype).max
+    value, plain, truth = value.double(), plain.double(), truth.double()
+    if name.endswith("scalars"):
+        unused = [
+            name.startswith("d_"),
+            case.variant.get("competition", "softmax") != "softmax",
+            case.variant.get("allocation", "sigmoid") != "softmax",
+        ]
+        left_out = torch.tensor(unused, device=value.device).expand_as(truth)
+        # the logarithm of an empty sum
+        left_out = left_out | ((truth == -torch.inf) & (value == -torch.inf))
+    else:
+        left_out = truth.abs() > largest
+    return (x.masked_fill(left_out, 0) for x in (value, plain, truth))
+
+
+class Guard:
+    """Tensors that Python code allocates inside of it lie between guard bands, and are NaN where nothing is written.
+
+    The functions are exchanged, since neither mode of torch reaches into registered operators.
+    """
+
+    def __init__(self) -> None:
+        self.bands: list[Tensor] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Guard:
+        for owner, names in ((torch, _TORCH), (Tensor, _TENSOR)):
+            for name in names:
+                self._patches.enter_context(patch.object(owner, name, self._guarded(getattr(owner, name))))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+
+    def _guarded(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = function(*args, **kwargs)
+            guarded, buffer = guard(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            self.bands += [buffer[:GUARD], buffer[-GUARD:]]
+            return guarded if "empty" in function.__name__ else guarded.copy_(tensor)
+
+        return allocate
+
+    def touched(self) -> bool:
+        return bool(self.bands) and not bool(torch.stack([(band == FILL).all() for band in self.bands]).all())
+
+
+_TORCH = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")
+_TENSOR = ("new_empty", "new_empty_strided", "new_zeros", "new_full", "clone")
+_full, _empty = torch.full, torch.empty  # which no guard exchanges
+
+
+def guard(shape, stride, dtype: torch.dtype, device: torch.device | str, offset: int = 0) -> tuple[Tensor, Tensor]:
+    """A tensor of bytes FILL between guard bands, and the buffer of both. It starts `offset` numbers late."""
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    size = dtype.itemsize
+    buffer = _full((2 * GUARD + (offset + span) * size,), FILL, dtype=torch.uint8, device=device)
+    tensor = _empty(0, dtype=dtype, device=device)
+    return tensor.set_(buffer.untyped_storage(), GUARD // size + offset, shape, stride), buffer
+
+
+def _place(values: Tensor, layout: str, device: torch.device | str, expanded: int) -> tuple[Tensor, Tensor]:
+    """The values in guarded memory of that layout, and its buffer. `expanded` is the axis that has stride 0."""
+    shape, rank = list(values.shape), values.dim()
+    if layout == "expanded" and rank >= 3 and shape[expanded]:
+        values = values.narrow(expanded, 0, 1)
+        stride = list(torch.empty(values.shape, device="meta").stride())
+        stride[expanded] = 0
+    elif layout == "constant" and values.numel():  # what the backward of a sum or a mean passes on
+        values = values.flatten()[:1].reshape([1] * rank)
+        stride = [0] * rank
+    elif layout == "bnhd" and rank >= 3:
+        axes = (1, 2) if rank == 4 else (0, 1)
+        stride = list(torch.empty(values.transpose(*axes).shape, device="meta").transpose(*axes).stride())
+    elif layout == "turned" and rank >= 2:
+        stride = list(torch.empty(values.mT.shape, device="meta").mT.stride())
+    elif layout == "sliced" and rank >= 2:
+        stride = list(torch.empty(*shape[:-1], 2 * shape[-1], device="meta").stride())
+    else:
+        stride = list(torch.empty(shape, device="meta").stride())
+    tensor, buffer = guard(shape, stride, values.dtype, device, offset=1 if layout == "offset" else 0)
+    if tensor.numel():
+        tensor.as_strided(values.shape, stride).copy_(values)
+    return tensor, buffer
+
+
+def _mask(kind: str, batch: int, length: int, random: torch.Generator) -> Tensor:
+    if kind == "random":
+        return torch.rand(batch, length, generator=random) < 0.7
+    if kind == "rows":
+        return (torch.rand(batch, 1, generator=random) < 0.5).repeat(1, length)
+    kept = (torch.rand(batch, 1, generator=random) * (length + 1)).long()
+    token = torch.arange(length)
+    return token < kept if kind == "prefix" else token >= length - kept
+
+
+def _both(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    if query_mask is None or key_mask is None:
+        return key_mask if query_mask is None else query_mask
+    return query_mask & key_mask
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
+    return torch.equal(one.contiguous().view(integer), other.contiguous().view(integer))
+
+
+def _scale(case: Case) -> float:
+    return 1.0 if case.scale is None else case.scale
+
+
+def _variant(case: Case) -> FlowVariant:
+    return FlowVariant(**case.variant)
