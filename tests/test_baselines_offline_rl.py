@@ -306,15 +306,15 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         return result.output
 
-    @pytest.mark.parametrize(("name", "published"), [("bc", "52.9"), ("awac", "57.0")])
-    def test_a_run_beside_the_paper(self, folder, name, published):
+    @pytest.mark.parametrize("name", ["bc", "awac"])
+    def test_a_run_and_what_differs(self, folder, name):
         arguments = ("rival", "d4rl/hopper-medium", name, "steps=2", "batch_size=8", "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["metric"], result["steps"]) == (name, "score", 2)
         assert np.isfinite(result["final"]["score"])
         table = self.flowformer("results", folder / "run")
-        assert f"| d4rl/hopper-medium | {name} | 0 | score |" in table
-        assert f"| {published} |" in table
+        assert f"| d4rl/hopper-medium | {name} | 0 | score | options.steps=2 options.batch_size=8 |" in table
+        assert "paper" not in table.split("## Runs")[0], "it is not what the paper describes"
 
     def test_decision_transformer_is_the_recipe(self, folder):
         options = ("steps=1", "embed_dim=16", "num_heads=2", "mlp_dim=16", "num_layers=1", "episodes=1", "workers=0")

@@ -99,11 +99,15 @@ class TestAfterwards:
         folder, result = run
         output = flowformer("results", folder.parent, "--out", tmp_path / "results")
         (row,) = csv.DictReader((tmp_path / "results/results.csv").open())
-        assert (row["recipe"], row["attention"], row["paper"]) == ("uea/JapaneseVowels", "flow", "98.9")
+        assert (row["recipe"], row["attention"]) == ("uea/JapaneseVowels", "flow")
+        assert row["paper"] == "", "a run with overrides is not what the paper describes"
+        assert "model.embed_dim=16" in row["overrides"].split()
+        assert row["folder"] == str(folder)
         assert float(row["final"]) == pytest.approx(100 * result["final"]["accuracy"], abs=0.01)
         assert all(row[name] for name in ("checksum", "device", "commit", "command", "training_seconds"))
-        assert "| uea/JapaneseVowels | flow | 0 | accuracy |" in output
-        assert json.loads(flowformer("results", folder.parent, "--json"))[0]["final"] == row["final"]
+        assert "| uea/JapaneseVowels | flow | 0 | accuracy | model.embed_dim=16" in output
+        assert json.loads(flowformer("results", folder.parent, "--json"))[0]["final"] == float(row["final"])
+        assert (tmp_path / "results/results.html").read_text().startswith("<!DOCTYPE html>")
         assert "no finished run" in flowformer("results", tmp_path / "results", fails=True)
 
 
@@ -183,6 +187,28 @@ class TestPaper:
         games = [name for name in names() if name.startswith("d4rl/")]
         for attention, average in {"flow": 73.5, "softmax": 72.2, "linear": 64.4, "cosformer": 67.8}.items():
             assert sum(paper.paper_score(each, attention) for each in games) / 9 == pytest.approx(average, abs=0.06)
+
+    def test_everything_that_is_printed_beside_scores(self):
+        lra = [name for name in names() if name.startswith("lra/")]
+        for attention in ("flow-without-competition", "flow-without-allocation", "flow-elu+1", "flow-relu"):
+            mean = sum(paper.paper_score(task, attention) for task in lra) / 5
+            assert mean == pytest.approx(paper.paper_average("lra", attention), abs=0.006)
+        assert paper.paper_score("wikitext103", "rfa-gate") == 31.3
+        assert paper.paper_score("wikitext103", "flow-without-allocation") == 32.2
+        figures = ("score", "top5", "parameters", "flops")
+        assert [paper.paper_figure("imagenet/deit-s", "softmax", each) for each in figures] == [79.8, 95.0, 22, 4.6]
+        assert [paper.paper_figure("imagenet/vit-l", "softmax", each) for each in figures] == [76.5, None, 307, 190.7]
+        games = [name for name in names() if name.startswith("d4rl/")]
+        # that of cosFormer is printed as 7.6, which is Performer's
+        for attention, average in {
+            "softmax": 2.6,
+            "linear": 6.5,
+            "reformer": 2.9,
+            "performer": 7.6,
+            "flow": 2.9,
+        }.items():
+            deviations = [paper.paper_figure(each, attention, "deviation") for each in games]
+            assert sum(deviations) / 9 == pytest.approx(average, abs=0.06)
 
     def test_what_is_not_in_it(self):
         assert paper.paper_score("cifar10", "flow") is None

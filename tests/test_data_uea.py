@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from flowformer import data
+from flowformer.data import uea
 
 HEADER = "# a comment\n@problemName Tiny\n@timeStamps false\n@missing true\n@univariate false\n@dimensions 2\n"
 TRAIN = (
@@ -96,3 +99,22 @@ def test_a_half_unpacked_set_is_missing(tiny):
     (tiny / "uea" / "Tiny" / "Tiny_TEST.ts").unlink()
     with pytest.raises(data.MissingDataError, match=r"Tiny_TEST\.ts"):
         data.load("uea/Tiny", tiny)
+
+
+def test_reads_what_aeon_reads(tiny):
+    """Its reader is the reference; training does without it, and without all that it brings along."""
+    datasets = pytest.importorskip("aeon.datasets")
+    home = uea._paths("JapaneseVowels", tiny)[0].parent
+    for path in (home / "JapaneseVowels_TRAIN.ts", tiny / "uea" / "Tiny" / "Tiny_TEST.ts"):
+        series, labels, classes = uea._read(path)
+        expected, names, header = datasets.load_from_ts_file(str(path), return_meta_data=True)
+        assert classes == header["class_values"]
+        assert [classes[label] for label in labels] == list(names)
+        for ours, theirs in zip(series, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs.T)
+
+
+def test_needs_no_aeon(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "aeon", None)
+    monkeypatch.setitem(sys.modules, "aeon.datasets", None)
+    assert len(data.load("uea/Tiny", tiny).train) == 3

@@ -91,8 +91,9 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
             if i == warmup * config.accumulate:
                 started = time.perf_counter()
             batches.append(batch)
+        _wait(device)
         data_seconds = time.perf_counter() - started
-        tokens = sum(task.tokens(batch) for batch in batches[warmup * config.accumulate :])
+        tokens = sum(int(task.tokens(batch)) for batch in batches[warmup * config.accumulate :])
         bare_seconds, bare_memory = _bare(trainer.config, batches, warmup, device)
         _forget_peak(device)
         trainer.run()

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 Item = dict[str, Tensor]
 # items of these keys run over time and may differ in length; the value is the key of their mask
-_MASKS = {"tokens": "mask", "series": "mask", "first": "first_mask", "second": "second_mask"}
+MASKS = {"tokens": "mask", "series": "mask", "first": "first_mask", "second": "second_mask"}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> di
     batch = {}
     for key in items[0]:
         column = [item[key] for item in items]
-        if key not in _MASKS:
+        if key not in MASKS:
             batch[key] = torch.stack(column)
             continue
         lengths = torch.tensor([len(x) for x in column])
@@ -132,5 +132,5 @@ def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> di
             missing = padded.new_zeros(len(column), longest - padded.shape[1], *padded.shape[2:])
             padded = torch.cat((padded, missing), 1)
         batch[key] = padded
-        batch[_MASKS[key]] = torch.arange(longest) < lengths[:, None]  # (B, N)
+        batch[MASKS[key]] = torch.arange(longest) < lengths[:, None]  # (B, N)
     return batch

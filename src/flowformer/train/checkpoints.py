@@ -15,6 +15,10 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 _PROGRESS = "progress.json"
 
 
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was written; the message says which file, and how to go on."""
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is either the old one or the new one, whenever the machine stops."""
     aside = path.with_name(f".{path.name}.part")
@@ -37,7 +41,8 @@ def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, 
     (aside / f"random-{accelerator.process_index}.sha256").write_text(_random_digest())
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (aside / _PROGRESS).write_text(json.dumps({**progress, "processes": accelerator.num_processes}))
+        facts = {**progress, "processes": accelerator.num_processes, "files": _digests(aside)}
+        (aside / _PROGRESS).write_text(json.dumps(facts))
         for path in [*aside.rglob("*"), aside]:
             _flush(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -57,7 +62,7 @@ def latest(folder: Path) -> Path | None:
 
 def restore(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     """Put everything back as `save` found it, and return the progress."""
-    progress = json.loads((checkpoint / _PROGRESS).read_text())
+    progress = _verified(checkpoint)
     if progress.pop("processes") != accelerator.num_processes:
         raise ValueError(
             f"{checkpoint} was written by another number of processes than {accelerator.num_processes}. Resume with as "
@@ -68,6 +73,34 @@ def restore(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     if _random_digest() != (checkpoint / f"random-{accelerator.process_index}.sha256").read_text():
         raise RuntimeError(f"the random numbers of {checkpoint} could not be restored; resume with the same versions.")
     return progress
+
+
+def _verified(checkpoint: Path) -> dict[str, Any]:
+    """The progress of a checkpoint whose files are those that were written."""
+    try:
+        progress = json.loads((checkpoint / _PROGRESS).read_text())
+        written, found = progress.pop("files"), _digests(checkpoint)
+        damaged = [name for name in written if found.get(name) != written[name]]
+    except (ValueError, KeyError):
+        damaged = [_PROGRESS]
+    if damaged:
+        older = _complete(checkpoint.parent)[:-1]
+        then = f"goes on from {older[-1].name}" if older else "begins anew"
+        raise DamagedCheckpointError(
+            f"{checkpoint} is damaged: {', '.join(damaged)} changed since it was written. Delete that folder; the run "
+            f"then {then}, with the same result."
+        )
+    return progress
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file, by its name below the folder."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != _PROGRESS:
+            with path.open("rb") as file:
+                digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -137,6 +137,10 @@ class TrainConfig:
         precision: of the products; parameters are float32.
         parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
+        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where the host is
+            what takes long, for models that draw no random numbers on the CPU.
+        on_device: whether training data that fit are kept in the memory of a GPU, where batches are then gathered; the
+            workers have nothing to do.
         seed: of the parameters, the order of the data and dropout.
         workers: processes that read data.
         log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
@@ -166,6 +170,8 @@ class TrainConfig:
     precision: Precision = "float32"
     parallel: Parallel = "ddp"
     compile: bool = False
+    graphs: bool = False
+    on_device: bool = True
     seed: int = 0
     workers: int = 0
     log_every: int = 10
@@ -209,10 +215,6 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
         "schedule": config_from(Schedule, fields.pop("schedule")),
     }
     return config_from(TrainConfig, {**fields, **parts})
-
-
-def save(config: TrainConfig, path: Path) -> None:
-    path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def load(path: Path) -> TrainConfig:

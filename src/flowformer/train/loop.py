@@ -33,13 +33,13 @@ from torch.utils.data import Dataset
 
 from .. import data
 from ..data import Splits
-from . import checkpoints, tasks
+from . import checkpoints, claims, resident, tasks
 from .config import TrainConfig, to_dict
 from .config import load as load_config
-from .config import save as save_config
+from .graphs import GraphedUpdates
 from .loader import batches as load_batches
 from .order import Batches, SeededItems, steps_per_epoch
-from .record import RunLog, peak_memory, provenance
+from .record import RunLog, is_main, peak_memory, provenance
 
 CONFIG, PROVENANCE, RESULT = "config.json", "provenance.json", "result.json"
 _AUTOCAST = ("bf16", "fp16")
@@ -90,9 +90,11 @@ def train(
         resume: go on from the newest checkpoint in the folder, if there is one.
         report: is called with every record of the log, and with {"kind": "step"} after each update.
 
-    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written.
+    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written. Raises `claims.FolderInUseError` if
+    another process trains in the folder.
     """
-    return Trainer(config, Path(folder), splits, data_dir, resume, report).run()
+    with claims.claimed(Path(folder), is_main()) as claim:
+        return Trainer(config, Path(folder), splits, data_dir, resume, report, claim).run()
 
 
 class Trainer:
@@ -106,9 +108,10 @@ class Trainer:
         data_dir: str | Path | None,
         resume: bool,
         report: Report,
+        claim: claims.Claim | None = None,
     ) -> None:
         self.accelerator = _accelerator(config)
-        self.folder, self.report = folder, report
+        self.folder, self.report, self.claim = folder, report, claim
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
         self.config = config = self.task.fitted(config, self.splits.info)
@@ -125,6 +128,8 @@ class Trainer:
                 f"{config.data} has no validation part. Pass select_on=test; the best evaluation is then labelled as "
                 "chosen on the test set."
             )
+        if config.graphs:
+            _check_graphs(config, self.accelerator)
         if self.accelerator.is_fsdp2 and config.task == "decision":
             raise NotImplementedError("playing needs the whole model, which parallel=fsdp shards; pass parallel=ddp.")
         found = checkpoints.latest(folder / "checkpoints")
@@ -146,7 +151,14 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
-        self._loss = torch.tensor(progress.loss, device=self._device)  # its sum stays there until it is logged
+        # sums that stay on the device until they are logged
+        self._loss = torch.tensor(progress.loss, device=self._device)
+        self._tokens = torch.tensor(progress.tokens, device=self._device)
+        if config.graphs:
+            self._rate = torch.tensor(config.optimiser.lr, device=self._device)
+            for group in self.optimiser.param_groups:
+                group["lr"] = self._rate
+            self._graphed = GraphedUpdates(lambda batch: self._compute([batch]), self.optimiser.optimizer.zero_grad)
         batches = self.batches(progress.step)
         final: dict[str, Any] | None = None
         try:
@@ -154,6 +166,10 @@ class Trainer:
                 while progress.step < self.steps:
                     started = time.perf_counter()
                     self._update([next(batches) for _ in range(config.accumulate)])
+                    if self.claim is not None and self.claim.lost:
+                        raise claims.FolderInUseError(
+                            f"{self.folder} was taken over while this process slept; it stops here and writes nothing."
+                        )
                     last = progress.step == self.steps
                     if last or progress.step % config.log_every == 0:
                         self._log_update(started)
@@ -173,33 +189,44 @@ class Trainer:
 
     def _update(self, parts: list[tasks.Batch]) -> None:
         """One update from the parts of a batch: the loss is a mean over all of them, in all processes."""
-        config, progress, accelerator = self.config, self.progress, self.accelerator
-        progress.tokens += sum(self.task.tokens(part) for part in parts)
-        # filled on the device: a copy from here would wait for all updates before
-        count = torch.full((), sum(float(self.task.count(part)) for part in parts), device=self._device)
-        count = accelerator.reduce(count).clamp_min(1)
+        config, progress = self.config, self.progress
+        parts = [send_to_device(part, self._device, non_blocking=True) for part in parts]
         rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        if config.graphs:
+            self._rate.fill_(rate)
+            self._graphed(parts[0])
+        else:
+            for group in self.optimiser.param_groups:
+                group["lr"] = rate
+            self._compute(parts)
+            self.optimiser.optimizer.zero_grad()
+        progress.step += 1
+
+    def _compute(self, parts: list[tasks.Batch]) -> None:
+        """All of an update that the device does; the host waits for none of it."""
+        config, accelerator = self.config, self.accelerator
+        count = torch.stack([self.task.count(part) for part in parts]).sum()
+        if accelerator.num_processes > 1:
+            count = accelerator.reduce(count)
+        count = count.clamp_min(1)
         for i, part in enumerate(parts):
+            self._tokens += self.task.tokens(part)
             last = i == len(parts) - 1
             with nullcontext() if last else accelerator.no_sync(self.objective):
                 with accelerator.autocast():
-                    loss = self.objective(send_to_device(part, self._device, non_blocking=True)) / count
-                # gradients of the processes are averaged, and are to be summed
+                    loss = self.objective(part) / count
+                # DDP averages over ranks; multiplied by their number it is the sum
                 accelerator.backward(loss * accelerator.num_processes)
             self._loss += loss.detach()
         if config.optimiser.clip is not None:
             accelerator.clip_grad_norm_(self.objective.parameters(), config.optimiser.clip)
-        # the wrapper, which scales what float16 needs, looks for optional packages in every step
+        # Bypass accelerate's wrapper unless fp16 needs its GradScaler: it probes for optional imports on every step
         optimiser = self.optimiser if accelerator.scaler else self.optimiser.optimizer
         optimiser.step()
-        optimiser.zero_grad()
-        progress.step += 1
 
     def _log_update(self, started: float) -> None:
         progress = self.progress
-        sums = torch.stack([self._loss, self._loss.new_tensor(progress.tokens)])
+        sums = torch.stack([self._loss, self._tokens.to(self._loss)])
         loss, tokens = self.accelerator.reduce(sums).tolist()  # waits for the device, so the time is what it took
         progress.seconds += time.perf_counter() - started
         steps = progress.step - progress.logged_step
@@ -209,7 +236,7 @@ class Trainer:
             "step": progress.step,
             "epoch": round(progress.step / self.steps_per_epoch, 4),
             "loss": loss / steps,
-            "lr": self.optimiser.param_groups[0]["lr"],
+            "lr": float(self.optimiser.param_groups[0]["lr"]),
             "steps_per_second": steps / seconds,
             "tokens_per_second": tokens / seconds,
             "peak_memory_mib": peak_memory(self._device),
@@ -217,7 +244,8 @@ class Trainer:
         self.log.write(record)
         self.report(record)
         self._loss.zero_()
-        progress.tokens, progress.logged_step, progress.logged_seconds = 0, progress.step, progress.seconds
+        self._tokens.zero_()
+        progress.logged_step, progress.logged_seconds = progress.step, progress.seconds
 
     def _evaluate_and_keep_best(self) -> dict[str, Any]:
         record = self._evaluate(self.config.select_on)
@@ -233,9 +261,8 @@ class Trainer:
         scores = self.task.evaluate(self._unwrapped().model, self.splits, self.config)
         if scores is None:
             dataset = getattr(self.splits, split)
-            scores = evaluate(
-                self.accelerator, self.objective, dataset, self.config, collate_for(self.config, self.splits)
-            )
+            length = padded_length(self.config, self.splits)
+            scores = evaluate(self.accelerator, self.objective, dataset, self.config, length)
         epoch = round(self.progress.step / self.steps_per_epoch, 4)
         record = {"kind": "eval", "split": split, "step": self.progress.step, "epoch": epoch, **labels, **scores}
         self.log.write(record)
@@ -276,7 +303,7 @@ class Trainer:
 
     def _save(self) -> None:
         # each process goes on with the mean of all, which has the same sum
-        sums = torch.stack([self._loss, self._loss.new_tensor(self.progress.tokens)])
+        sums = torch.stack([self._loss, self._tokens.to(self._loss)])
         loss, tokens = (self.accelerator.reduce(sums) / self.accelerator.num_processes).tolist()
         self.progress.loss, self.progress.tokens = loss, round(tokens)
         folder = self.folder / "checkpoints"
@@ -317,8 +344,11 @@ class Trainer:
         accelerator, dataset, config = self.accelerator, self.splits.train, self.config
         process, processes = accelerator.process_index, accelerator.num_processes
         order = Batches(_size(dataset), config, start, self.steps, process, processes)
-        items, collate = SeededItems(dataset, config.seed), collate_for(config, self.splits)
-        return load_batches(items, order, collate, config.workers, self._device)
+        length = padded_length(config, self.splits)
+        if _is_resident(dataset, config, self._device):
+            return resident.batches(dataset, order, length, self._device)
+        items = SeededItems(dataset, config.seed)
+        return load_batches(items, order, partial(data.collate, length=length), config.workers, self._device)
 
     def _agreed(self, stop: bool) -> bool:
         """Whether any process was asked to stop; asked only now and then where that takes communication."""
@@ -345,20 +375,29 @@ class Trainer:
     def _prepare_folder(self) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_config(self.config, self.folder / CONFIG)
+            checkpoints.write_text(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
             facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
             checkpoints.write_text(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         self.accelerator.wait_for_everyone()
 
 
-def collate_for(config: TrainConfig, splits: Splits) -> Callable[[list[Any]], tasks.Batch]:
-    return partial(data.collate, length=splits.info.max_length if config.pad_full else None)
+def padded_length(config: TrainConfig, splits: Splits) -> int | None:
+    """The length to which every batch is padded; None is that of its longest case."""
+    return splits.info.max_length if config.pad_full else None
+
+
+def _is_resident(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool:
+    return config.on_device and device.type == "cuda" and resident.fits(dataset)
 
 
 def evaluate(
-    accelerator: Accelerator, objective: nn.Module, dataset: Dataset, config: TrainConfig, collate: Callable
+    accelerator: Accelerator, objective: nn.Module, dataset: Dataset, config: TrainConfig, length: int | None
 ) -> dict[str, float]:
-    """The metrics of a model on a whole dataset, each example counted once however many processes share it."""
+    """The metrics of a model on a whole dataset, each example counted once however many processes share it.
+
+    Args:
+        length: see `padded_length`.
+    """
     task = tasks.get(config.task)
     metrics = {name: metric.to(accelerator.device) for name, metric in task.metrics(config).items()}
     size, process, processes = (
@@ -369,7 +408,11 @@ def evaluate(
     batches = [range(first, min(first + size, _size(dataset))) for first in range(0, _size(dataset), size)]
     # all processes run as often, since a sharded model needs all of them; who has nothing left runs an example again
     shares = [list(batch[process::processes]) or [batch[0]] for batch in batches]
-    loader = load_batches(dataset, shares, collate, config.workers, accelerator.device)
+    if _is_resident(dataset, config, accelerator.device):
+        loader = resident.batches(dataset, enumerate(shares), length, accelerator.device)
+    else:
+        collate = partial(data.collate, length=length)
+        loader = load_batches(dataset, shares, collate, config.workers, accelerator.device)
     was_training = objective.training
     objective.eval()
     with torch.no_grad(), accelerator.autocast():
@@ -405,6 +448,20 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def _check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
+    obstacles = {
+        "a GPU": accelerator.device.type != "cuda",
+        "one process": accelerator.num_processes > 1,
+        "accumulate=1": config.accumulate > 1,
+        "another precision than fp16": config.precision == "fp16",
+        "mixup=0 and cutmix=0, which draw on the CPU": bool(config.mixup or config.cutmix),
+        "compile=false": config.compile,
+    }
+    missing = [need for need, unmet in obstacles.items() if unmet]
+    if missing:
+        raise ValueError(f"graphs=true needs {', '.join(missing)}; pass graphs=false.")
+
+
 def _size(dataset: Dataset) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
@@ -418,6 +475,8 @@ def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device
     if others:
         groups.append({"params": others, "weight_decay": 0.0})
     shared: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    if config.graphs:
+        shared["capturable"] = True
     if options.name == "radam":
         return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
     return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)

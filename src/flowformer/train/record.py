@@ -22,7 +22,7 @@ LOG = "log.jsonl"
 
 
 class RunLog:
-    """The log of a run, and the same numbers as tensorboard curves; only the main process writes.
+    """The log of a run, and where tensorboard is installed the same numbers as its curves; only rank 0 writes.
 
     Args:
         folder: of the run.
@@ -34,13 +34,16 @@ class RunLog:
         self._active = active
         if not active:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         path = folder / LOG
         kept = [record for record in read_log(folder) if record["step"] <= step] if path.exists() else []
         write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
-        self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self._curves = None
+        else:
+            self._curves = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
         if not self._active:
@@ -49,13 +52,14 @@ class RunLog:
         self._file.flush()
         prefix = record["kind"] if record["kind"] == "train" else record["split"]
         for name, value in record.items():
-            if isinstance(value, float):
+            if self._curves and isinstance(value, float):
                 self._curves.add_scalar(f"{prefix}/{name}", value, record["step"])
 
     def close(self) -> None:
         if self._active:
             self._file.close()
-            self._curves.close()
+            if self._curves:
+                self._curves.close()
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""Results: runs collected into a table beside the paper's numbers, and models of runs looked at again."""
+"""Results: finished runs as rows with all that says where they come from, and models of runs looked at again."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +13,33 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from .. import data
-from ..ops.variant import nearest
-from . import tasks
-from .config import load
-from .loop import CONFIG, PROVENANCE, RESULT, collate_for, evaluate
+from ..models.counts import count
+from ..ops.variant import FlowVariant, nearest
+from . import recipes, tasks
+from .config import TrainConfig, from_dict, keys, load, override
+from .loop import CONFIG, PROVENANCE, RESULT, evaluate, padded_length
 from .paper import paper_score, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Row = dict[str, Any]
 _COLUMNS = (
     "recipe",
     "attention",
     "seed",
+    "overrides",
     "metric",
     "final",
     "best",
     "best_chosen_on",
+    "best_step",
     "paper",
+    "top5_final",
+    "top5_best",
     "steps",
     "parameters",
+    "multiply_adds",
     "training_seconds",
     "steps_per_second",
     "peak_memory_mib",
@@ -43,44 +52,158 @@ _COLUMNS = (
     "flowformer",
     "commit",
     "command",
+    "folder",
 )
+_NUMBERS = (
+    "final",
+    "best",
+    "paper",
+    "top5_final",
+    "top5_best",
+    "training_seconds",
+    "steps_per_second",
+    "peak_memory_mib",
+)
+_WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
+# what leaves the result of a run as it is
+_NOT_OF_THE_RESULT = (
+    "recipe",
+    "seed",
+    "workers",
+    "parallel",
+    "on_device",
+    "log_every",
+    "checkpoint_every",
+    "keep",
+    "model.attention",
+)
+# other arithmetic, the same experiment: shown beside the paper's number, and named there
+ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
-def collect(folder: Path) -> list[dict[str, Any]]:
-    """A row for each finished run below a folder, with all that says where it comes from."""
-    rows = []
-    for path in sorted(folder.rglob(RESULT)):
-        result = json.loads(path.read_text())
-        facts = json.loads((path.parent / PROVENANCE).read_text())
-        metric = result["metric"]
-        scores = {which: percent(metric, result[which][metric]) for which in ("final", "best")}
-        paper = paper_score(result["recipe"], result["attention"])
-        row = {**facts, **result, **scores, "paper": "" if paper is None else paper}
-        rows.append({name: row[name] for name in _COLUMNS})
-    return sorted(rows, key=lambda row: (row["recipe"], row["attention"], row["seed"]))
+def collect(sources: Iterable[Path]) -> list[Row]:
+    """A row for each finished run; one that is found twice counts once.
+
+    Args:
+        sources: folders with runs somewhere below them, and CSV files that `write_csv` wrote.
+    """
+    found: dict[tuple, Row] = {}
+    for source in sources:
+        if not source.exists():
+            raise FileNotFoundError(f"there is no {source}; accepted: a folder with runs below it, or a results.csv.")
+        rows = (
+            _read_csv(source)
+            if source.is_file()
+            else (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
+        )
+        for row in rows:
+            known = found.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
+            # a repeated run is no other seed; a folder says more than a row of a table
+            if not Path(known["folder"]).is_dir() and Path(row["folder"]).is_dir():
+                known.update(row)
+    return sorted(found.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table; the CSV has the rest."""
-    lines = [
-        "| recipe | attention | seed | metric | final | best | best chosen on | paper | data differ | device | s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+def same_experiment(differences: str) -> bool:
+    """Whether runs with these differences from a recipe belong beside the paper's number: other arithmetic does.
+
+    >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
+    (True, False)
+    """
+    return all(each == recipes.PUBLISHED or each.partition("=")[0] in ARITHMETIC for each in differences.split())
+
+
+def differences(fields: dict[str, Any]) -> list[str]:
+    """What a config has that its recipe has not, each as key=value; the seed and the attention are no difference.
+
+    Args:
+        fields: the content of a config.json.
+    """
+    if fields["recipe"].removesuffix(recipes.PUBLISHED) not in recipes.RECIPES:
+        return []
+    if "rival" in fields:
+        recipe = recipes.get(fields["recipe"])
+        steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
+        sides = ({"options": steps, "data_options": recipe.data_options}, fields)
+        before, after = (
+            {f"{part}.{key}": value for part in ("options", "data_options") for key, value in side[part].items()}
+            for side in sides
+        )
+        return [f"{key}={_text(value)}" for key, value in after.items() if before.get(key) != value]
+    config = from_dict(fields)
+    before = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
+    by_data = {f"model.{name}" for name in tasks.get(config.task).sizes}
+    return [
+        f"{key}={_text(value)}"
+        for key, value in keys(config).items()
+        if key not in _NOT_OF_THE_RESULT
+        and key not in by_data
+        and not isinstance(value, FlowVariant)
+        and before.get(key) != value
     ]
-    names = ("recipe", "attention", "seed", "metric", "final", "best", "best_chosen_on", "paper", "differs", "device")
-    for row in rows:
-        cells = [*(str(row[name]) for name in names), f"{row['training_seconds']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
-def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """results.csv and results.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "results.csv").open("w", newline="") as file:
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value).replace(" ", "")
+
+
+def _checked_row(run: Path) -> Row:
+    try:
+        return _row(run)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{run} is damaged: {error}. Copy it again, or delete it.") from error
+
+
+def _row(run: Path) -> Row:
+    result, facts, fields = (json.loads((run / name).read_text()) for name in (RESULT, PROVENANCE, CONFIG))
+    metric = result["metric"]
+    row: Row = {**facts, **result}
+    for which in ("final", "best"):
+        row[which] = percent(metric, result[which][metric])
+        top5 = result[which].get("top5")
+        row[f"top5_{which}"] = None if top5 is None else percent("top5", top5)
+    row["best_step"] = result["best"].get("step")
+    row["overrides"] = " ".join(differences(fields))
+    row["multiply_adds"] = None if "rival" in fields else _multiply_adds(from_dict(fields))
+    row["paper"] = paper_score(row["recipe"], row["attention"]) if same_experiment(row["overrides"]) else None
+    row["folder"] = str(run)
+    return _typed({name: row.get(name) for name in _COLUMNS})
+
+
+def _multiply_adds(config: TrainConfig) -> int | None:
+    """Of one image; other inputs have no fixed length."""
+    if config.task != "images":
+        return None
+    size: int = config.model.image_size  # type: ignore[union-attr]
+    with torch.device("meta"):
+        model = tasks.get(config.task).build(config)
+    return count(model, torch.empty(1, 3, size, size)).layers
+
+
+def _typed(row: Row) -> Row:
+    """Numbers as numbers; what is not there is None."""
+    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}
+    return {
+        name: (None if value in (None, "") else kinds[name](value)) if name in kinds else "" if value is None else value
+        for name, value in row.items()
+    }
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "results.md").write_text(markdown(rows) + "\n")
+
+
+def _read_csv(path: Path) -> Iterable[Row]:
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = set(_COLUMNS).difference(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} is no table of results: it lacks {', '.join(sorted(missing))}.")
+        for row in reader:
+            yield _typed({name: row[name] for name in _COLUMNS})
 
 
 def evaluate_run(
@@ -101,7 +224,9 @@ def evaluate_run(
     accelerator = Accelerator()
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
-    return evaluate(accelerator, objective, dataset, config, collate_for(config, splits)) if played is None else played
+    return (
+        evaluate(accelerator, objective, dataset, config, padded_length(config, splits)) if played is None else played
+    )
 
 
 @torch.no_grad()
@@ -128,6 +253,49 @@ def draw_maps(
     images = batch["image"]
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     return viz.over_images(trained, images, (images - low) / (high - low), titles=titles)
+
+
+def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = None) -> dict[str, Path]:
+    """The maps of the first Flow-Attention run of each data set, by their captions; what is drawn already stays.
+
+    Args:
+        rows: of `collect`; runs without a model, as they come back from another machine, are left out.
+        folder: for the images.
+
+    Returns: nothing where matplotlib is not installed.
+    """
+    figures: dict[str, Path] = {}
+    if importlib.util.find_spec("matplotlib") is None:
+        return figures
+    for row in rows:
+        run = Path(row["folder"])
+        drawable = (
+            row["attention"] == "flow" and row["metric"] == "accuracy" and (run / "final" / "config.json").is_file()
+        )
+        if not drawable or load(run / CONFIG).task not in ("series", "images"):
+            continue
+        differing = f", {row['overrides']}" if row["overrides"] else ""
+        caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
+        path = folder / f"{run.parent.name}-{run.name}.png"
+        if caption in figures:
+            continue
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
+        figures[caption] = path
+    return figures
+
+
+def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
+    """The figure of the CSV that `flowformer bench lra` wrote, by its caption; nothing where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return {}
+    from .. import viz
+
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder / f"{path.stem}.png"
+    viz.speed_figure(path).savefig(image, dpi=80)
+    return {"Steps per second of one model with each attention": image}
 
 
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:

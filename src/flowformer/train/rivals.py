@@ -23,6 +23,7 @@ from ..data import Splits
 from ..ops.variant import nearest
 from . import recipes, tasks
 from .checkpoints import write_text
+from .claims import claimed
 from .config import TrainConfig, override
 from .loop import CONFIG, PROVENANCE, RESULT, Report
 from .loop import train as train_recipe
@@ -78,12 +79,15 @@ def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed:
     Args:
         recipe: the name of a recipe of time series or reinforcement learning.
         rival: see `rivals_of`.
-        assignments: options of the rival, each as key=value with a value as in JSON.
+        assignments: options of the rival, each as key=value with a value as in JSON; those that begin with
+            "data_options." are overrides of the recipe.
 
     >>> configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"]).options
     {'n_kernels': 100}
     """
-    config = recipes.get(recipe)
+    of_data = [each for each in assignments if each.startswith("data_options.")]
+    assignments = [each for each in assignments if each not in of_data]
+    config = override(recipes.get(recipe), of_data)
     accepted = rivals_of(config.task)
     if not accepted:
         raise ValueError(
@@ -116,6 +120,11 @@ def run(
     """
     if isinstance(config, TrainConfig):
         return train_recipe(config, folder, data_dir=data_dir, report=report)
+    with claimed(folder):
+        return _run(config, folder, data_dir, report)
+
+
+def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
     written, text = folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2) + "\n"
     # a fit that was broken off begins anew
     if (folder / RESULT).exists() or (written.exists() and written.read_text() != text):

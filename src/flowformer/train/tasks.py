@@ -104,11 +104,11 @@ class Task:
     def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
         raise NotImplementedError
 
-    def tokens(self, batch: Batch) -> int:
-        """How many tokens a batch has, padding not counted."""
+    def tokens(self, batch: Batch) -> int | Tensor:
+        """How many tokens a batch has, padding not counted; a tensor beside the batch, so that nobody waits for it."""
         masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
         if masks:
-            return sum(int(mask.sum()) for mask in masks)
+            return sum(mask.sum() for mask in masks)
         first = batch[self.inputs[0]]
         return len(first) * first.shape[1]
 
@@ -117,7 +117,8 @@ class Classification(Task):
     """One label for each example; images may be mixed with each other in training."""
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.tensor(float(len(batch["label"])))
+        # filled on the device: a copy from the host would wait for all updates before
+        return torch.full((), float(len(batch["label"])), device=batch["label"].device)
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
         label = batch["label"]
@@ -146,7 +147,7 @@ class Classification(Task):
             else:
                 metric.update(predicted, label)
 
-    def tokens(self, batch: Batch) -> int:
+    def tokens(self, batch: Batch) -> int | Tensor:
         pairs = [batch[key] for key in self.inputs if key in ("first", "second")]
         if "image" in batch:
             return len(batch["image"])

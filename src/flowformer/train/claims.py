@@ -1,0 +1,188 @@
+"""Who works in the folder of a run: a claim file with an owner and a heartbeat, so that nobody else does at once.
+
+The claim holds across processes and machines that share a folder. It ends with its owner: a claim of a process that is
+gone, or whose heartbeat has stopped, is taken over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+CLAIM = "claim.json"
+HEARTBEAT = 5.0  # seconds
+STALE = 120.0  # a machine that was silent for longer is taken for gone
+PARENT = "FLOWFORMER_PARENT"  # the process without which a run is to stop
+_RESERVED = "reserved"
+
+
+class FolderInUseError(OSError):
+    """Another process works in the folder."""
+
+
+class Claim:
+    """A held claim.
+
+    Attributes: `lost`, whether someone else has taken over, which happens to a process that slept for `STALE` seconds;
+    it must then write nothing any more.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / CLAIM
+        self._token = uuid.uuid4().hex
+        self._done = threading.Event()
+        self.lost = False
+        _leave_if_orphaned()
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self._path) as file:
+            owner = _alive(file, folder)
+            if owner is not None and not _is_for_us(owner):
+                raise FolderInUseError(
+                    f"{folder} is in use by process {owner['pid']} on {owner['host']}, which was there "
+                    f"{owner['silent']:.0f} s ago. Wait for it, stop it, or choose another folder."
+                )
+            _write(file, {"token": self._token, "pid": os.getpid(), **_machine()})
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        self._done.set()
+        self._thread.join()
+        with _locked(self._path) as file:
+            if _read(file).get("token") == self._token:
+                _write(file, {})
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._done.wait(1.0):
+            _leave_if_orphaned()
+            if time.monotonic() - last < HEARTBEAT:
+                continue
+            last = time.monotonic()
+            with suppress(OSError), _locked(self._path) as file:  # a folder that cannot be reached may come back
+                if _read(file).get("token") != self._token:
+                    self.lost = True
+                    return
+                os.utime(self._path)
+
+
+def reserve(folder: Path) -> dict[str, Any] | None:
+    """Claim a folder for a process that this one is about to start; who works in it already, if anybody does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / CLAIM) as file:
+        owner = _alive(file, folder)
+        if owner is None:
+            _write(file, {"token": _RESERVED, "pid": os.getpid(), **_machine()})
+        return owner
+
+
+def unreserve(folder: Path) -> None:
+    """Give a folder back that no started process took."""
+    with _locked(folder / CLAIM) as file:
+        found = _read(file)
+        if found.get("token") == _RESERVED and found["pid"] == os.getpid():
+            _write(file, {})
+
+
+@contextmanager
+def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
+    """The folder for this process alone; raises `FolderInUseError` where another one works in it.
+
+    Args:
+        active: False claims nothing, for the processes of a run besides its first.
+    """
+    claim = Claim(folder) if active else None
+    try:
+        yield claim
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def owner(folder: Path) -> dict[str, Any] | None:
+    """Who works in a folder, None if nobody does: host, pid, whether that is `here`, and how many seconds `silent`."""
+    if not (folder / CLAIM).exists():
+        return None
+    with _locked(folder / CLAIM) as file:
+        return _alive(file, folder)
+
+
+def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
+    found = _read(file)
+    if not found:
+        return None
+    here = found["machine"] == _machine()["machine"]
+    with tempfile.TemporaryFile(dir=folder) as probe:  # the clock of the file system, which all machines share
+        silent = max(0.0, os.fstat(probe.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime)
+    if silent > STALE or (here and not _is_running(found["pid"])):
+        return None
+    return {**found, "here": here, "silent": silent}
+
+
+def _is_for_us(owner: dict[str, Any]) -> bool:
+    """Whether the process that started this one reserved the folder for it."""
+    return owner["token"] == _RESERVED and owner["here"] and str(owner["pid"]) == os.environ.get(PARENT)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with suppress(OSError):  # a process that has ended and whose parent has not yet looked is no longer at work
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def _machine() -> dict[str, str]:
+    """Where process numbers mean the same: a container has numbers of its own, a machine after a restart new ones."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text().strip())
+    return {"host": parts[0], "machine": " ".join(parts)}
+
+
+def _leave_if_orphaned() -> None:
+    """Ask this process to stop, as SIGTERM does, if the one that started it is gone."""
+    parent = os.environ.get(PARENT)
+    if parent is not None and os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """The file, for a moment in the hands of this process alone; the system lets go of it if the process dies."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+        file.flush()
+
+
+def _read(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        return json.loads(file.read() or "{}")
+    except json.JSONDecodeError:  # a disk was full
+        return {}
+
+
+def _write(file: IO[str], content: dict[str, Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    if content:
+        file.write(json.dumps(content))
+        file.flush()

@@ -1,0 +1,358 @@
+"""The paper's tables, run: a queue that is nothing but the folders of its runs.
+
+A run is a command, `flowformer train` or `flowformer rival`, in a folder named after its config. What is finished has a
+result.json, what is being run has a claim with a heartbeat, everything else is to do and goes on from its newest
+checkpoint. So the queue survives whatever its processes do not, and any number of them can share a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from .. import data
+from . import checkpoints, claims, tables
+from .loop import RESULT, Interrupted
+from .tables import Cell
+
+LOG = "worker.log"
+ERROR = "error.txt"
+SPEED = "lra-speed.csv"
+ENOUGH_DISK = 256 * 2**20  # bytes: a few checkpoints
+_POLL = 0.2  # seconds
+_START = 20.0  # seconds that a run takes to begin; it is not worth it if it is then to stop
+_PACKAGES = {"decision": ("gymnasium", "mujoco", "h5py"), "images": ("timm", "PIL")}
+_NO_SPACE = "No space left on device"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a cell with a seed, or the benchmark of speeds.
+
+    Args:
+        name: of the cell.
+        folder: of the run.
+        command: after `flowformer`.
+        done: the file that says that it is finished.
+        alone: whether others beside it would spoil it.
+        blocked: "missing data" or "missing package", and which; None is ready.
+    """
+
+    name: str
+    seed: int
+    folder: Path
+    command: tuple[str, ...]
+    done: Path
+    minutes: float
+    paper: float | None = None
+    alone: bool = False
+    blocked: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, seed {self.seed}"
+
+    def state(self) -> str:
+        """ "done", "running" with where, "missing …", "failed" with why, or "to do" with how much of it is done."""
+        if self.done.exists():
+            return "done"
+        owner = claims.owner(self.folder)
+        if owner is not None:
+            return f"running on {owner['host']}, process {owner['pid']}"
+        if self.blocked is not None:
+            return self.blocked
+        if (self.folder / ERROR).exists():
+            return f"failed: {(self.folder / ERROR).read_text().strip()}"
+        checkpoint = checkpoints.latest(self.folder / "checkpoints")
+        return "to do" if checkpoint is None else f"to do from {checkpoint.name}"
+
+
+def jobs(
+    table: str,
+    out: Path,
+    *,
+    cells: Sequence[str] = (),
+    seeds: int | None = None,
+    overrides: Sequence[str] = (),
+    data_dir: Path | None = None,
+) -> list[Job]:
+    """The runs of a table, the most telling first: of every cell the first seed, then the second.
+
+    Args:
+        table: one of `tables.TABLES`, or "all".
+        out: the folder of the queue.
+        cells: patterns such as "*JapaneseVowels*" or "lra/text/*" that the name of a cell has to match; none is all.
+        seeds: runs of a cell; None is what the table says.
+        overrides: of every recipe, each as key=value; results are labelled with them.
+        data_dir: the folder of all data sets.
+    """
+    chosen = [cell for each in tables.select(table) for cell in each.cells()]
+    speed = [_speed(out)] if table in ("speed", tables.ALL) else []
+    known = [*dict.fromkeys(cell.name for cell in chosen), *(job.name for job in speed)]
+    for pattern in cells:
+        if not any(_matches(name, [pattern]) for name in known):
+            raise ValueError(f"no cell of {table} matches {pattern!r}; there are {', '.join(known)}.")
+    found = [
+        (seed, _worth(cell), _job(cell, seed, out, overrides, data_dir))
+        for cell in chosen
+        if _matches(cell.name, cells)
+        for seed in range(seeds or cell.seeds)
+    ]
+    ordered = [job for _, _, job in sorted(found, key=lambda each: each[:2])]
+    unique = {job.folder: job for job in reversed(ordered)}  # tables share runs
+    return [*reversed(unique.values()), *(job for job in speed if _matches(job.name, cells))]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _worth(cell: Cell) -> int:
+    name = cell.method.name
+    return tables.WORTH.index(name) if name in tables.WORTH else len(tables.WORTH)
+
+
+def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:
+    recipe, method = cell.column.recipe, cell.method.name
+    assignments = cell.assignments(overrides)
+    try:
+        config = cell.config(seed, overrides)
+        folder, blocked = out / config.name, _blocked(config.task, config.data, str(config.data_options), data_dir)
+    except ImportError as error:  # a rival without attention that only its package knows
+        folder, blocked = out / recipe / f"{method}-seed{seed}", f"missing package: {error}"
+    if cell.is_rival:
+        words = ["rival", recipe, method, *assignments, "--seed", str(seed)]
+    else:
+        words = ["train", recipe, f"attention={method}", f"seed={seed}", *assignments, "--resume"]
+    if data_dir is not None:
+        words += ["--data", str(data_dir)]
+    command = (*words, "--out", str(folder), "--json")
+    return Job(cell.name, seed, folder, command, folder / RESULT, cell.column.minutes, cell.paper(), blocked=blocked)
+
+
+@cache
+def _blocked(task: str, name: str, options: str, data_dir: Path | None) -> str | None:
+    """What keeps runs on a data set from running; `options` are in words, so that answers can be remembered."""
+    import ast
+
+    needed = (*_PACKAGES.get(task, ()), *(("PIL",) if name == "lra/pathfinder" else ()))
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"missing package: {', '.join(missing)}"
+    source = data.store.missing(partial(data.load, name, data_dir, **ast.literal_eval(options)))
+    return None if source is None else f"missing data: {source.name}"
+
+
+def _speed(out: Path) -> Job:
+    folder = out / "speed"
+    command = ("bench", "lra", "--out", str(folder / f".{SPEED}"))
+    return Job("speed/lra", 0, folder, command, folder / SPEED, 10, alone=True)
+
+
+@dataclass
+class Queue:
+    """Runs jobs side by side until they are done or the time is over.
+
+    Args:
+        jobs: in the order in which to start them.
+        out: their folder.
+        pack: how many run at once.
+        minutes: after which everything has stopped, with a checkpoint; None is no end.
+        begun: since when they count, as `time.monotonic` says it; None is since `run`.
+        say: is called with a line for each event.
+    """
+
+    jobs: list[Job]
+    out: Path
+    pack: int
+    minutes: float | None = None
+    begun: float | None = None
+    say: Say = print
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: str | None = None
+    _running: dict[subprocess.Popen, Job] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.pack < 1:
+            raise ValueError(f"pack must be at least 1, got {self.pack}.")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"minutes must be more than 0, got {self.minutes}.")
+
+    def run(self) -> None:
+        """Raises `Interrupted` after Ctrl-C or SIGTERM; what was running has then a checkpoint."""
+        begun = time.monotonic() if self.begun is None else self.begun
+        limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
+        # a checkpoint follows the update, or the evaluation, that is on its way
+        stop_at = limit if self.minutes is None else limit - min(60.0, 15 * self.minutes)
+        for job in self.jobs:
+            if job.done.exists() and claims.owner(job.folder) is None:
+                _free(job)
+        waiting = deque(job for job in self.jobs if job.blocked is None and not job.done.exists())
+        self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
+        with _interrupts() as interrupted:
+            try:
+                while waiting or self._running:
+                    self._reap(waiting)
+                    if self.stopped is None:
+                        self.stopped = self._reason_to_stop(interrupted, stop_at)
+                    if self.stopped is not None or not self._start(waiting, stop_at):
+                        break
+                    time.sleep(_POLL)
+            finally:
+                self._stop(limit)
+        if interrupted():
+            raise Interrupted("stopped; the same command goes on.")
+
+    def _reason_to_stop(self, interrupted: Callable[[], bool], stop_at: float) -> str | None:
+        if interrupted():
+            return "it was asked to"
+        if time.monotonic() >= stop_at:
+            return f"the {self.minutes:g} minutes are over"
+        if any(_NO_SPACE in message for message in self.failed.values()):
+            return f"the disk of {self.out} is full; free some space"
+        return None
+
+    def _start(self, waiting: deque[Job], stop_at: float) -> bool:
+        """Start what there is room for; False if there is nothing left to wait for."""
+        others = []  # claims of other processes
+        while waiting and len(self._running) < self.pack and time.monotonic() + _START < stop_at:
+            job = waiting[0]
+            if self._running and (job.alone or any(each.alone for each in self._running.values())):
+                break
+            waiting.popleft()
+            if job.done.exists():
+                continue
+            owner = claims.reserve(job.folder)
+            if owner is not None:
+                others.append((job, owner))
+            elif job.done.exists():  # since a moment ago
+                claims.unreserve(job.folder)
+            else:
+                self._launch(job)
+        waiting.extend(job for job, _ in others)
+        if self._running:
+            return True
+        if not waiting:
+            return False
+        if not others:
+            self.stopped = f"the {self.minutes:g} minutes are nearly over"
+            return False
+        # those of this machine end soon, and so do those of a machine that is gone; others may take hours
+        soon = [owner for _, owner in others if owner["here"] or owner["silent"] > 3 * claims.HEARTBEAT]
+        if others and not soon:
+            hosts = ", ".join(sorted({owner["host"] for _, owner in others}))
+            self.stopped = f"the last {len(others)} are run by {hosts}"
+        return bool(soon)
+
+    def _launch(self, job: Job) -> None:
+        free = shutil.disk_usage(self.out).free
+        if free < ENOUGH_DISK:
+            claims.unreserve(job.folder)
+            raise OSError(
+                f"the disk of {self.out} has {free / 2**20:.0f} MiB left, too little for checkpoints. Free some space; "
+                "the same command goes on, and nothing that was finished is lost."
+            )
+        (job.folder / ERROR).unlink(missing_ok=True)
+        threads = str(max(1, cores() // self.pack))
+        with (job.folder / LOG).open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flowformer.cli", *job.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": threads, **os.environ, claims.PARENT: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C is for this process, which asks the runs to stop
+            )
+        self._running[process] = job
+
+    def _reap(self, waiting: deque[Job]) -> None:
+        for process, job in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[process]
+            claims.unreserve(job.folder)
+            unfinished = job.folder / f".{job.done.name}"
+            if code == 0 and unfinished.exists():
+                unfinished.replace(job.done)
+            if job.done.exists():
+                _free(job)
+                done = sum(each.done.exists() for each in self.jobs)
+                self.say(f"done: {job.label} ({done} of {len(self.jobs)})")
+            elif code == 130:
+                self.say(f"stopped: {job.label}, with a checkpoint")
+            elif claims.owner(job.folder) is not None:
+                waiting.append(job)
+            else:
+                self.failed[job.label] = message = _message(job.folder / LOG, code)
+                self.say(f"failed: {job.label}: {message}")
+                with contextlib.suppress(OSError):
+                    checkpoints.write_text(job.folder / ERROR, f"{message}\n")
+
+    def _stop(self, limit: float) -> None:
+        """Ask what is running to stop, wait for its checkpoints, and end what does not come to one in time."""
+        for process in self._running:
+            process.send_signal(signal.SIGTERM)
+        while self._running and time.monotonic() < limit - min(5.0, 0.05 * 60 * (self.minutes or 100)):
+            self._reap(deque())
+            time.sleep(_POLL)
+        for process, job in self._running.items():
+            process.kill()
+            process.wait()
+            claims.unreserve(job.folder)
+            self.say(f"ended: {job.label}, which goes on from the checkpoint before")
+        self._running.clear()
+
+
+def _free(job: Job) -> None:
+    """A finished run goes on from nowhere; its checkpoints would be most of what a queue takes on the disk."""
+    shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+
+
+def default_pack() -> int:
+    """Models of these tables are small: a GPU holds eight, each of which keeps a core busy."""
+    return min(8, max(1, cores() // 2)) if torch.cuda.is_available() else min(8, cores())
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _message(log: Path, code: int) -> str:
+    """Why a run failed: its last words."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("error:"):
+            return line.removeprefix("error:").strip()
+    ended = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+    return f"{ended}; {lines[-1] if lines else 'it said nothing'} (all of it is in {log})"
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM become a request."""
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: asked.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,96 @@
+"""Training data in the memory of the device: batches are gathered there, and no worker reads, pads or sends any.
+
+The batches are those that `data.collate` makes, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..data.splits import MASKS, Columns, Rows
+from .tasks import Batch
+
+ENOUGH = 4 * 2**30  # bytes of a dataset that a GPU has to spare
+
+
+class Column:
+    """Cases of one length as rows of a tensor, or of any length end to end; where each begins and ends stays here."""
+
+    def __init__(self, column: Any, device: torch.device) -> None:
+        self.rows: Tensor | None = None
+        if isinstance(column, Tensor):
+            self.rows = column.to(device)
+            return
+        self.shift: int | None = None
+        if isinstance(column, Rows):
+            self.starts, ends, flat, self.shift = column.starts, column.ends, column.flat, column.shift
+        else:
+            ends, flat = torch.tensor([len(case) for case in column]).cumsum(0), torch.cat(list(column))
+            self.starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        self.flat, self.lengths = flat.to(device), ends - self.starts
+
+    def take(self, chosen: Tensor, length: int | None) -> tuple[Tensor, Tensor | None]:
+        """The chosen cases (B, N, ...), padded with zeros where they are shorter than the longest, and then a mask.
+
+        Args:
+            chosen: (B,), on the CPU.
+            length: pad at least to this length.
+        """
+        if self.rows is not None:
+            return self.rows[_sent(chosen, self.rows.device)], None
+        device, lengths = self.flat.device, self.lengths[chosen]
+        longest = max(int(lengths.max()), length or 0)
+        starts, counts = _sent(torch.stack((self.starts[chosen], lengths)), device)  # in one copy
+        places = torch.arange(longest, device=device)
+        mask = places < counts[:, None]  # (B, N)
+        found = self.flat[torch.where(mask, starts[:, None] + places, 0)]
+        if self.shift is not None:
+            found = found.long() + self.shift
+        if int(lengths.min()) == longest:
+            return found, None
+        return found.masked_fill_(~mask.view(*mask.shape, *(1,) * (found.dim() - 2)), 0), mask
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def fits(dataset: Dataset) -> bool:
+    """Whether a dataset is nothing but its columns, which are read as they are and small enough."""
+    return type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= ENOUGH
+
+
+def batches(
+    dataset: Dataset, order: Iterable[tuple[int, list[int]]], length: int | None, device: torch.device
+) -> Iterator[Batch]:
+    """The batches that `order` says, on the device.
+
+    Args:
+        dataset: one that `fits`.
+        order: numbers and indices, as of `order.Batches`.
+        length: as of `data.collate`.
+    """
+    columns = {key: Column(column, device) for key, column in _columns(dataset).items()}
+    for _, indices in order:
+        chosen, batch = torch.tensor(indices), {}
+        for key, column in columns.items():
+            batch[key], mask = column.take(chosen, length)
+            if mask is not None:
+                batch[MASKS[key]] = mask
+        yield batch
+
+
+def _columns(dataset: Any) -> dict[str, Any]:
+    return dataset.columns
+
+
+def _bytes(column: Any) -> int:
+    if isinstance(column, Tensor):
+        return column.nbytes
+    return column.flat.nbytes if isinstance(column, Rows) else sum(case.nbytes for case in column)

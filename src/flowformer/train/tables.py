@@ -1,0 +1,392 @@
+"""The tables of the paper as data: which recipe and which method each cell is, in the paper's layout.
+
+A row more is a `Method` more, a column more a `Column` more. `reproduce` runs the cells, `results` fills the tables in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..ops.variant import nearest
+from . import recipes
+from .config import TrainConfig, override
+from .paper import Figure, paper_average, paper_figure
+from .rivals import RivalConfig, configure
+
+DATA_OPTIONS = "data_options."
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row: an attention, or a rival without.
+
+    Args:
+        label: as the paper prints it.
+        name: of the attention, or of the rival.
+        overrides: of the recipe.
+        seeds: runs of a cell; None is what the table says.
+    """
+
+    label: str
+    name: str
+    overrides: tuple[str, ...] = ()
+    seeds: int | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A data set.
+
+    Args:
+        label: as the paper prints it.
+        recipe: its name.
+        minutes: that a run takes on one H200 with seven others beside it, roughly.
+        overrides: of the recipe.
+        stands_in: for data that cannot be had: never beside the paper's number, nor part of an average.
+    """
+
+    label: str
+    recipe: str
+    minutes: float
+    overrides: tuple[str, ...] = ()
+    stands_in: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the paper.
+
+    Args:
+        name: of the table.
+        title: what its numbers are.
+        columns, methods: what it is made of.
+        seeds: runs of a cell.
+        compared: which of our numbers is what the paper reports, the final evaluation or the best.
+        family: of the printed averages, see `paper_average`; None is a table without.
+        figures: what is shown besides the score.
+        methods_across: whether the paper has a column for each method, not a row.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    methods: tuple[Method, ...]
+    seeds: int
+    compared: Literal["final", "best"] = "final"
+    family: str | None = None
+    figures: tuple[Figure, ...] = ()
+    methods_across: bool = False
+
+    def cells(self) -> Iterator[Cell]:
+        for method in self.methods:
+            for column in self.columns:
+                yield Cell(self, method, column)
+
+    def paper_average(self, method: str, columns: Sequence[Column]) -> float | None:
+        """The paper's average over some columns: as printed over all of them, else of the scores it prints."""
+        if len(columns) == len([column for column in self.columns if not column.stands_in]) and self.family:
+            return paper_average(self.family, method)
+        scores = [paper_figure(column.recipe, method) for column in columns]
+        known = [score for score in scores if score is not None]
+        return sum(known) / len(known) if known and len(known) == len(scores) else None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method on a data set."""
+
+    table: Table
+    method: Method
+    column: Column
+
+    @property
+    def name(self) -> str:
+        return " ".join((f"{self.column.recipe}/{self.method.name}", *self.overrides))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return self.column.overrides + self.method.overrides
+
+    @property
+    def is_rival(self) -> bool:
+        return self.method.name in RIVALS
+
+    @property
+    def seeds(self) -> int:
+        return self.method.seeds or self.table.seeds
+
+    def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | RivalConfig:
+        """What a run of the cell is made of.
+
+        Args:
+            overrides: more of them; a rival without attention takes those of the data alone.
+        """
+        chosen = self.assignments(overrides)
+        if self.is_rival:
+            return configure(self.column.recipe, self.method.name, chosen, seed=seed)
+        attention = f"attention={self.method.name}"
+        return override(recipes.get(self.column.recipe), [attention, f"seed={seed}", *chosen])
+
+    def assignments(self, overrides: Sequence[str]) -> list[str]:
+        """The overrides of the cell and those of the user, as far as they are for it."""
+        return [*self.overrides, *(each for each in overrides if not self.is_rival or each.startswith(DATA_OPTIONS))]
+
+    def paper(self, figure: Figure = "score") -> float | None:
+        return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
+
+
+RIVALS = ("dtw", "xgboost", "rocket", "lstm", "tcn", "bc", "awac")
+# what is run first, whatever the order of the rows
+WORTH = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
+_REMOVALS = (
+    Method("Flowformer w/o competition", "flow-without-competition"),
+    Method("Flowformer w/o allocation", "flow-without-allocation"),
+)
+_FLOW = Method("Flowformer", "flow")
+
+UEA = Table(
+    "uea",
+    "UEA time series, accuracy in %",
+    (
+        Column("EthanolConcentration", "uea/EthanolConcentration", 2),
+        Column("FaceDetection", "uea/FaceDetection", 5),
+        Column("Handwriting", "uea/Handwriting", 0.6),
+        Column("Heartbeat", "uea/Heartbeat", 1),
+        Column("JapaneseVowels", "uea/JapaneseVowels", 0.6),
+        Column("PEMS-SF", "uea/PEMS-SF", 3),
+        Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
+        Column("SelfRegulationSCP2", "uea/SelfRegulationSCP2", 1),
+        Column("SpokenArabicDigits", "uea/SpokenArabicDigits", 3.7),
+        Column("UWaveGestureLibrary", "uea/UWaveGestureLibrary", 0.6),
+    ),
+    (
+        Method("DTW", "dtw", seeds=1),
+        Method("XGBoost", "xgboost"),
+        Method("Rocket", "rocket"),
+        Method("LSTM", "lstm"),
+        Method("Unsuper. (TCN)", "tcn"),
+        Method("Transformer", "softmax"),
+        Method("Linear Trans.", "linear"),
+        Method("Reformer", "reformer"),
+        Method("Longformer", "longformer"),
+        Method("Performer", "performer"),
+        Method("YOSO-E", "yoso"),
+        Method("SOFT", "soft"),
+        Method("cosFormer", "cosformer"),
+        _FLOW,
+        *_REMOVALS,
+    ),
+    seeds=5,
+    compared="best",
+    family="uea",
+    methods_across=True,
+)
+
+_LRA_COLUMNS = (
+    Column("ListOps", "lra/listops", 3.5),
+    Column("Text", "lra/text", 5),
+    Column("Retrieval", "lra/retrieval", 5),
+    Column("Image", "lra/image", 6),
+    Column("Pathfinder", "lra/pathfinder", 15),
+)
+LRA = Table(
+    "lra",
+    "Long-Range Arena, accuracy in %",
+    (*_LRA_COLUMNS, Column("Retrieval on ACL papers", "acl", 5, stands_in=True)),
+    (
+        Method("Local Attention", "local", seeds=1),
+        Method("Linear Trans.", "linear"),
+        Method("Reformer", "reformer", seeds=1),
+        Method("Sparse Trans.", "sparse", seeds=1),
+        Method("Sinkhorn Trans.", "sinkhorn", seeds=1),
+        Method("Linformer", "linformer", seeds=1),
+        Method("Performer", "performer-relu", seeds=1),
+        Method("Performer (FAVOR+)", "performer", seeds=1),
+        Method("Synthesizer", "synthesizer", seeds=1),
+        Method("Longformer", "longformer", seeds=1),
+        Method("Transformer", "softmax"),
+        Method("BigBird", "bigbird", seeds=1),
+        Method("cosFormer", "cosformer", seeds=1),
+        *_REMOVALS,
+        _FLOW,
+    ),
+    seeds=3,
+    family="lra",
+)
+
+_LANGUAGE_METHODS = (
+    Method("Transformer", "softmax"),
+    Method("Linear Trans.", "linear"),
+    Method("Reformer", "reformer"),
+    Method("Performer", "performer"),
+    Method("TRF-Transformer", "rfa"),
+    Method("TRF-Transformer-GATE", "rfa-gate"),
+    Method("cosFormer", "cosformer"),
+    *_REMOVALS,
+    _FLOW,
+)
+WIKITEXT = Table(
+    "wikitext103", "WikiText-103, perplexity", (Column("perplexity", "wikitext103", 600),), _LANGUAGE_METHODS, seeds=1
+)
+LANGUAGE_STAND_INS = Table(
+    "language-stand-ins",
+    "Other texts, perplexity: of a byte, of a word",
+    (Column("enwik8", "enwik8", 60, stands_in=True), Column("Penn Treebank", "ptb", 5, stands_in=True)),
+    _LANGUAGE_METHODS,
+    seeds=1,
+)
+
+_VISION_METHODS = (
+    Method("Full Attn.", "softmax"),
+    Method("Linear Trans.", "linear"),
+    Method("Reformer", "reformer"),
+    Method("Longformer", "longformer"),
+    Method("Performer", "performer"),
+    Method("Nystromformer", "nystromformer"),
+    Method("YOSO-E", "yoso"),
+    Method("SOFT", "soft"),
+    Method("cosFormer", "cosformer"),
+    _FLOW,
+)
+IMAGENET = Table(
+    "imagenet",
+    "ImageNet-1K, top-1 accuracy in %",
+    (Column("top-1", "imagenet/hierarchical", 20_000),),
+    _VISION_METHODS,
+    seeds=1,
+    compared="best",
+    figures=("top5", "parameters", "flops"),
+)
+DEIT = Table(
+    "imagenet-deit",
+    "ImageNet-1K with DeiT-S, top-1 accuracy in %",
+    (Column("top-1", "imagenet/deit-s", 10_000),),
+    (Method("DeiT-S", "softmax"), Method("DeiT+Flowformer", "flow")),
+    seeds=1,
+    compared="best",
+    figures=("top5", "parameters", "flops"),
+)
+CIFAR10 = Table(
+    "cifar10",
+    "CIFAR-10 with a small four-stage model, accuracy in %",
+    (Column("accuracy", "cifar10", 30, stands_in=True),),
+    _VISION_METHODS,
+    seeds=1,
+    figures=("parameters", "flops"),
+)
+
+_RL_METHODS = (
+    Method("BC", "bc"),
+    Method("AWAC", "awac"),
+    Method("DT", "softmax"),
+    Method("Linear Trans.", "linear"),
+    Method("Reformer", "reformer"),
+    Method("Performer", "performer"),
+    Method("cosFormer", "cosformer"),
+    _FLOW,
+)
+
+
+def _games(versions: dict[str, str | None]) -> tuple[Column, ...]:
+    """The nine data sets; an environment with a version has data of our own."""
+    return tuple(
+        Column(
+            f"{environment} {quality}",
+            f"d4rl/{environment}-{quality}",
+            30,
+            () if version is None else (f"{DATA_OPTIONS}version={version}",),
+            stands_in=version is not None,
+        )
+        for quality in ("medium-expert", "medium", "medium-replay")
+        for environment, version in versions.items()
+    )
+
+
+D4RL = Table(
+    "d4rl",
+    "D4RL, normalised return",
+    _games({"halfcheetah": None, "hopper": None, "walker2d": None}),
+    _RL_METHODS,
+    seeds=3,
+    family="d4rl",
+    figures=("deviation",),
+    methods_across=True,
+)
+RL_STAND_INS = Table(
+    "rl-stand-ins",
+    "Data of our own agents, normalised return",
+    _games({"halfcheetah": "v4rl", "hopper": "v5sac", "walker2d": "v4rl"}),
+    _RL_METHODS,
+    seeds=3,
+    methods_across=True,
+)
+
+FEATURES = Table(
+    "features",
+    "Ablation of φ: Long-Range Arena, accuracy in %",
+    _LRA_COLUMNS,
+    (Method("elu(x) + 1", "flow-elu+1"), Method("ReLU", "flow-relu"), Method("sigmoid", "flow")),
+    seeds=1,
+    family="lra",
+)
+ACTIVATIONS = Table(
+    "activations",
+    "Ablation of competition and allocation: Long-Range Arena, accuracy in %",
+    _LRA_COLUMNS,
+    (
+        Method("sigmoid, sigmoid", "flow-sigmoid-sigmoid"),
+        Method("sigmoid, softmax", "flow-sigmoid-softmax"),
+        Method("softmax, softmax", "flow-softmax-softmax"),
+        Method("softmax, sigmoid", "flow"),
+    ),
+    seeds=1,
+    family="lra",
+)
+REMOVALS = Table(
+    "removals",
+    "Without competition, without allocation: WikiText-103, perplexity",
+    WIKITEXT.columns,
+    (_FLOW, *_REMOVALS),
+    seeds=1,
+)
+
+# whose competition and allocation are drawn
+FIGURES = Table(
+    "figures",
+    "Runs whose maps are drawn, accuracy in %",
+    (
+        Column("JapaneseVowels", "uea/JapaneseVowels", 0.6),
+        Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
+        Column("CIFAR-10", "cifar10", 30, stands_in=True),
+    ),
+    (_FLOW,),
+    seeds=1,
+    compared="best",
+)
+
+# what `flowformer reproduce` takes; "speed" is a benchmark and has no runs
+TABLES: dict[str, tuple[Table, ...]] = {
+    "uea": (UEA,),
+    "lra": (LRA,),
+    "language": (WIKITEXT, LANGUAGE_STAND_INS),
+    "vision": (IMAGENET, DEIT, CIFAR10),
+    "rl": (D4RL, RL_STAND_INS),
+    "ablations": (FEATURES, ACTIVATIONS, REMOVALS),
+    "speed": (),
+    "figures": (FIGURES,),
+}
+ALL = "all"
+
+
+def select(name: str) -> list[Table]:
+    """The tables of a name; "all" is every one.
+
+    >>> [table.name for table in select("vision")]
+    ['imagenet', 'imagenet-deit', 'cifar10']
+    """
+    accepted = [*TABLES, ALL]
+    if name not in accepted:
+        raise ValueError(f"unknown table {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    return [table for key, tables in TABLES.items() if name in (key, ALL) for table in tables]

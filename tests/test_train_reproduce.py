@@ -1,0 +1,258 @@
+"""`flowformer reproduce`: a queue that survives its processes, and never loses or repeats what is finished."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flowformer.cli import app
+from flowformer.train import claims, recipes, reproduce, tables
+from flowformer.train.config import TrainConfig
+from flowformer.train.paper import paper_score
+from flowformer.train.record import read_log
+
+TINY = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1"]
+CELL = ["--cells", "uea/JapaneseVowels/flow"]
+
+
+def flowformer(*arguments, fails=False):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code != 0) == fails, result.output
+    return result.output if not fails else " ".join(result.output.split())
+
+
+PROGRAMS = []
+
+
+def program(*arguments):
+    command = [sys.executable, "-m", "flowformer.cli", "reproduce", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    PROGRAMS.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+    return PROGRAMS[-1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_program_is_left():
+    yield
+    for process in PROGRAMS:
+        process.kill()  # its runs notice
+        process.wait()
+
+
+def wait_for(condition, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class TestTables:
+    def test_every_cell_has_a_recipe_and_a_method(self):
+        for table in tables.select("all"):
+            for cell in table.cells():
+                config = cell.config(3)
+                assert config.seed == 3
+                assert config.recipe == cell.column.recipe
+                assert (config.model.attention if isinstance(config, TrainConfig) else config.rival) == cell.method.name
+
+    def test_every_recipe_is_in_a_table(self):
+        assert {cell.column.recipe for table in tables.select("all") for cell in table.cells()} == set(recipes.names())
+
+    @pytest.mark.parametrize(
+        ("table", "methods", "columns"), [(tables.UEA, 14, 10), (tables.LRA, 15, 5), (tables.D4RL, 8, 9)]
+    )
+    def test_every_number_of_the_paper_has_its_cell(self, table, methods, columns):
+        scores = {cell.name: cell.paper() for cell in table.cells() if cell.paper() is not None}
+        assert len(scores) == methods * columns
+        averages = [table.paper_average(m.name, [c for c in table.columns if not c.stands_in]) for m in table.methods]
+        assert sum(average is not None for average in averages) == methods
+
+    def test_what_stands_in_is_never_beside_the_paper(self):
+        for table in tables.select("all"):
+            for cell in table.cells():
+                assert cell.paper() is None or not cell.column.stands_in
+
+    def test_the_performer_of_the_arena_has_relu_features(self):
+        labels = {method.name: method.label for method in tables.LRA.methods}
+        assert labels["performer-relu"] == "Performer"
+        assert paper_score("lra/text", "performer-relu") == 65.40
+        assert paper_score("lra/text", "performer") is None
+
+    def test_an_average_over_some_columns_is_of_the_same_columns(self):
+        some = [column for column in tables.UEA.columns if column.label in ("JapaneseVowels", "Handwriting")]
+        assert tables.UEA.paper_average("flow", some) == pytest.approx((98.9 + 33.8) / 2)
+        assert tables.UEA.paper_average("flow", tables.UEA.columns) == 73.0
+
+    def test_unknown(self):
+        with pytest.raises(ValueError, match="did you mean 'uea'"):
+            tables.select("uae")
+
+
+class TestList:
+    def test_states(self, tmp_path):
+        listed = json.loads(flowformer("reproduce", "uea", "--list", "--json", "--out", tmp_path, "--data", tmp_path))
+        by_name = {job["name"]: job for job in listed}
+        assert by_name["uea/JapaneseVowels/flow"]["state"] == "to do"
+        assert by_name["uea/JapaneseVowels/flow"]["paper"] == 98.9
+        assert by_name["uea/Heartbeat/flow"]["state"] == "missing data: UEA Heartbeat"
+        assert sum(job["name"] == "uea/JapaneseVowels/flow" for job in listed) == 5, "seeds of the table"
+        assert [job["seed"] for job in listed] == sorted(job["seed"] for job in listed), "each cell once, then again"
+        assert listed[0]["name"].endswith("/flow"), "the most telling first"
+        assert "98.9" in flowformer("reproduce", "uea", *CELL, "--list", "--out", tmp_path)
+
+    def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
+        reproduce._blocked.cache_clear()
+        try:
+            vision = {job.state() for job in reproduce.jobs("vision", tmp_path, data_dir=tmp_path)}
+            assert vision == {"missing package: timm"}
+            assert reproduce.jobs("uea", tmp_path, cells=["*Vowels/flow"], data_dir=tmp_path)[0].state() == "to do"
+        finally:
+            reproduce._blocked.cache_clear()
+
+    def test_tables_share_runs(self, tmp_path):
+        together = reproduce.jobs("all", tmp_path, data_dir=tmp_path)
+        assert len({job.folder for job in together}) == len(together)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["uae"], "did you mean 'uea'"),
+            (["uea", "--cells", "*Japanse*"], "no cell of uea matches '*Japanse*'"),
+            (["uea", *CELL, "stepps=3"], "did you mean 'steps'"),
+            (["uea", *CELL, "--minutes", "0"], "minutes must be more than 0"),
+        ],
+    )
+    def test_a_mistake_is_one_sentence(self, tmp_path, arguments, message):
+        output = flowformer("reproduce", *arguments, "--out", tmp_path, fails=True)
+        assert message in output
+        assert "Traceback" not in output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A table of three runs side by side, never disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    assert program(*KILLED, "--out", out).wait(timeout=600) == 0
+    return out
+
+
+KILLED = ["uea", *CELL, "--seeds", 3, "--pack", 3, *TINY, "steps=400", "eval_every=100", "checkpoint_every=20"]
+
+
+def numbers(out):
+    """All that a table says, but for times, folders and commands."""
+    rows = json.loads(flowformer("results", out, "--json"))
+    keep = ("recipe", "attention", "seed", "overrides", "final", "best", "best_step", "parameters", "checksum")
+    runs = sorted(path.parent for path in out.rglob("result.json"))
+    logs = [[(r["step"], r["loss"]) for r in read_log(run) if r["kind"] == "train"] for run in runs]
+    return (
+        [{name: row[name] for name in keep} for row in rows],
+        logs,
+        [(run / "final/model.safetensors").read_bytes() for run in runs],
+    )
+
+
+def test_kill_9_changes_nothing(whole, tmp_path):
+    """Of the queue, in the middle of three packed runs; then the same command."""
+    process = program(*KILLED, "--out", tmp_path)
+    wait_for(lambda: len(list(tmp_path.rglob("step-*/progress.json"))) >= 3)
+    process.kill()
+    process.wait()
+    assert not list(tmp_path.rglob("result.json"))
+    assert program(*KILLED, "--out", tmp_path).wait(timeout=600) == 0
+    assert numbers(tmp_path) == numbers(whole)
+    assert (tmp_path / "results.html").exists()
+    assert not list(tmp_path.rglob("checkpoints")), "finished runs keep none"
+    text = (whole / "results.md").read_text()
+    assert "± " in text
+    assert "Flowformer (model.embed_dim=16" in text
+    assert "paper 98.9" not in text, "it is not the recipe"
+
+
+def test_the_time_is_kept(tmp_path, monkeypatch):
+    """Every unfinished run has a checkpoint, and the same command goes on."""
+    changes = [*TINY, "steps=1000000", "checkpoint_every=1000000"]
+    jobs = reproduce.jobs("uea", tmp_path, cells=CELL[1:], seeds=2, overrides=changes)
+
+    class Clock:
+        """29 of the 30 minutes are over when both runs are on their way."""
+
+        sleep = time.sleep
+
+        @staticmethod
+        def monotonic():
+            begun = sum(path.stat().st_size > 0 for path in tmp_path.rglob("log.jsonl"))
+            return time.monotonic() + (29.05 * 60 if begun == 2 else 0)
+
+    monkeypatch.setattr(reproduce, "time", Clock)
+    made = reproduce.Queue(jobs, tmp_path, pack=2, minutes=30)
+    made.run()
+    assert made.stopped == "the 30 minutes are over"
+    assert not made.failed
+    assert len(list(tmp_path.rglob("step-*/progress.json"))) == 2
+    assert all(job.state().startswith("to do from step-") for job in jobs)
+
+
+def queue(tmp_path, *jobs):
+    return reproduce.Queue(list(jobs), tmp_path, pack=1)
+
+
+def job(tmp_path, *command, name="a"):
+    folder = tmp_path / name
+    return reproduce.Job(name, 0, folder, command, folder / "result.json", 1.0)
+
+
+def test_a_failed_run_stops_no_other(tmp_path):
+    made = queue(tmp_path, job(tmp_path, "train", "uea/Nothing"), job(tmp_path, "env", name="b"))
+    made.run()
+    assert "unknown recipe 'uea/Nothing'" in made.failed["a, seed 0"]
+    assert "it ended with code 0" in made.failed["b, seed 0"]
+    assert made.jobs[0].state().startswith("failed: unknown recipe")
+
+
+def test_a_full_disk_is_said_before_anything_is_started(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda path: usage(1, 1, 2**20))
+    made = queue(tmp_path, job(tmp_path, "env"))
+    with pytest.raises(OSError, match="1 MiB left, too little for checkpoints"):
+        made.run()
+
+
+def test_a_disk_that_fills_up_stops_the_queue(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "_message", lambda log, code: os.strerror(errno.ENOSPC))
+    made = queue(tmp_path, job(tmp_path, "train", "x"), job(tmp_path, "train", "x", name="b"))
+    made.run()
+    assert "is full" in made.stopped
+    assert list(made.failed) == ["a, seed 0"], "the second was not started"
+
+
+def test_runs_of_another_machine_are_left_to_it(tmp_path):
+    made = queue(tmp_path, job(tmp_path, "env"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / claims.CLAIM).write_text(json.dumps({"token": "x", "pid": 1, "host": "far", "machine": "far"}))
+    made.run()
+    assert made.stopped == "the last 1 are run by far"
+    assert made.jobs[0].state() == "running on far, process 1"
+
+
+def test_sigterm_leaves_checkpoints(tmp_path):
+    long = ["uea", *CELL, "--seeds", 1, "--pack", 1, *TINY, "steps=1000000", "checkpoint_every=1000000"]
+    process = program(*long, "--out", tmp_path)
+    wait_for(lambda: any(path.stat().st_size for path in tmp_path.rglob("log.jsonl")))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=300) == 130
+    assert len(list(tmp_path.rglob("step-*/progress.json"))) == 1
+    assert claims.owner(next(Path(tmp_path).rglob("checkpoints")).parent) is None

@@ -1,0 +1,148 @@
+"""Data in the memory of the device, and updates as CUDA graphs: faster ways to the same numbers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_training import CONFIG, SERIES, losses, random_cases
+from torch.utils.data import Subset
+
+from flowformer.data import DataInfo, Splits, collate
+from flowformer.data.splits import Columns, Rows
+from flowformer.train import graphs, loop, resident
+from flowformer.train.loop import train
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+FLAT = torch.randint(0, 256, (100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+STARTS = torch.tensor([0, 10, 10, 60, 99, 30])
+ROWS = Rows(FLAT, STARTS, torch.tensor([10, 40, 41, 99, 100, 60]), shift=1)
+DATASETS = {
+    "series": SERIES.train,
+    "rows": Columns(tokens=ROWS, label=torch.arange(6)),
+    "pairs": Columns(first=ROWS, second=ROWS.take(torch.tensor([5, 4, 3, 2, 1, 0])), label=torch.arange(6)),
+    "one length": Columns(tokens=Rows(FLAT, STARTS.clamp(max=80), STARTS.clamp(max=80) + 20), label=torch.arange(6)),
+    "images": Columns(image=torch.randn(6, 3, 8, 8), label=torch.arange(6)),
+    **{task: random_cases(task)[0] for task in ("tokens", "language", "decision")},
+}
+
+
+@pytest.mark.parametrize("length", [None, 120])
+@pytest.mark.parametrize("name", DATASETS)
+def test_batches_are_those_of_collate(name, length):
+    dataset = DATASETS[name]
+    assert resident.fits(dataset)
+    order = [(0, [1]), (1, [0, 2, 1]), (2, [5, 4, 5, 0]), (3, [3, 2])]
+    batches = list(resident.batches(dataset, order, length, torch.device("cpu")))
+    for (_, indices), batch in zip(order, batches, strict=True):
+        expected = collate([dataset[i] for i in indices], length)
+        assert set(batch) == set(expected)
+        for key, x in expected.items():
+            assert batch[key].dtype == x.dtype
+            assert torch.equal(batch[key], x), key
+
+
+def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):
+    class Augmented(Columns):
+        def __getitem__(self, index):
+            return {"image": super().__getitem__(index)["image"].flip(-1)}
+
+    assert not resident.fits(Augmented(image=torch.zeros(2, 3, 4, 4)))
+    assert not resident.fits(Subset(SERIES.train, range(3)))
+    monkeypatch.setattr(resident, "ENOUGH", 100)
+    assert not resident.fits(SERIES.train)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pad_full": True}, {"accumulate": 2}])
+def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch, changes):
+    config = replace(CONFIG, steps=8, **changes)
+    train(config, tmp_path / "sent", splits=SERIES)
+    monkeypatch.setattr(loop, "_is_resident", lambda dataset, config, device: config.on_device)
+    monkeypatch.setattr(loop, "load_batches", None)  # nothing is left for it
+    result = train(config, tmp_path / "resident", splits=SERIES)
+    assert losses(tmp_path / "resident") == losses(tmp_path / "sent")
+    assert result["final"]["accuracy"] > 0.5
+
+
+def test_graphs_need_a_gpu_and_one_part(tmp_path):
+    wanted = "accumulate=1" if torch.cuda.is_available() else "a GPU, accumulate=1"
+    with pytest.raises(ValueError, match=f"graphs=true needs {wanted}; pass graphs=false"):
+        train(replace(CONFIG, graphs=True, accumulate=2), tmp_path, splits=SERIES)
+
+
+def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
+    """The bookkeeping, with a stand-in for CUDA that runs again what it was shown."""
+    done, forgotten, capturing = [], [], []
+
+    class Graph:
+        def replay(self):
+            done.append(("replayed", self.batch["x"].tolist()))
+
+    def update(batch):
+        if capturing:
+            capturing[-1].batch = batch
+        else:
+            done.append(("computed", batch["x"].tolist()))
+
+    @contextmanager
+    def graph(made, pool):
+        capturing.append(made)
+        yield
+        capturing.pop()
+
+    for name, stand_in in (("CUDAGraph", Graph), ("graph", graph), ("graph_pool_handle", int)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(graphs, "_placeholder", torch.empty_like)
+    monkeypatch.setattr(graphs, "EAGER", 2)
+    updates = graphs.GraphedUpdates(update, lambda: forgotten.append(1))
+    for i in range(4):
+        updates({"x": torch.tensor([i])})
+        updates({"x": torch.tensor([i, i])})
+    updates({"x": torch.tensor([9.0])})  # another dtype is another layout
+    expected = ["computed"] * 4 + ["replayed"] * 4 + ["computed"]
+    assert [how for how, _ in done] == expected
+    assert [x for _, x in done] == [[0], [0, 0], [1], [1, 1], [2], [2, 2], [3], [3, 3], [9.0]]
+    assert len(forgotten) == 5 + 2 * 2, "after each computed update, and around each capture"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("optimiser", ["adamw", "radam"])
+def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
+    """With dropout, a schedule, a bound on the gradient and layouts that come and go; also after a resume."""
+    captured = []
+    capture = graphs.GraphedUpdates._capture
+    monkeypatch.setattr(graphs.GraphedUpdates, "_capture", lambda *args: captured.append(1) or capture(*args))
+    cases, model, sizes = random_cases("tokens")
+    splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
+    optimiser = replace(CONFIG.optimiser, name=optimiser, clip=0.5)
+    changes = {"task": "tokens", "model": replace(model, dropout=0.1), "optimiser": optimiser, "select_on": "test"}
+    config = replace(CONFIG, steps=120, batch_size=2, checkpoint_every=25, **changes)
+    train(config, tmp_path / "eager", splits=splits)
+    assert not captured
+    train(replace(config, graphs=True), tmp_path / "graphs", splits=splits)
+    assert captured
+    assert losses(tmp_path / "graphs") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+
+    class StopError(Exception):
+        pass
+
+    def stop(event):
+        if event["kind"] == "step" and event["step"] == 90:
+            raise StopError
+
+    with pytest.raises(StopError):
+        train(replace(config, graphs=True), tmp_path / "resumed", splits=splits, report=stop)
+    train(replace(config, graphs=True), tmp_path / "resumed", splits=splits, resume=True)
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "graphs"), rel=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_resident_data_on_a_gpu(tmp_path):
+    for on_device in (False, True):
+        train(replace(CONFIG, on_device=on_device), tmp_path / str(on_device), splits=SERIES)
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")

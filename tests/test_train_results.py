@@ -1,0 +1,312 @@
+"""Results: what differs from a recipe is said, seeds are averaged, and the page works in a browser on its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowformer.train import recipes, summary, tables
+from flowformer.train.config import override, to_dict
+from flowformer.train.results import collect, differences, draw_speeds, write_csv
+
+FACTS = {
+    "data": "some",
+    "checksum": "0123",
+    "differs": "",
+    "device": "a GPU",
+    "processes": 1,
+    "threads": 1,
+    "python": "3.12",
+    "torch": "2.11",
+    "accelerate": "1",
+    "flowformer": "0.1",
+    "commit": "abc",
+    "command": "flowformer train </script> 'x y'",
+}
+
+
+def write_run(folder, recipe, attention="flow", seed=0, final=0.9, best=None, overrides=(), metric="accuracy", **more):
+    """A finished run, as `train` leaves one."""
+    config = override(recipes.get(recipe), [f"attention={attention}", f"seed={seed}", *overrides])
+    run = folder / config.name
+    run.mkdir(parents=True)
+    scores = {"final": {metric: final, "step": 10}, "best": {metric: final if best is None else best, "step": 5}}
+    for which, value in more.get("top5", {}).items():
+        scores[which]["top5"] = value
+    result = {
+        "recipe": config.recipe,
+        "attention": attention,
+        "seed": seed,
+        "metric": metric,
+        **scores,
+        "best_chosen_on": config.select_on,
+        "steps": 10,
+        "parameters": more.get("parameters", 1000),
+        "training_seconds": 1.5,
+        "steps_per_second": 6.7,
+        "peak_memory_mib": 100.0,
+    }
+    (run / "config.json").write_text(json.dumps(to_dict(config)))
+    (run / "provenance.json").write_text(json.dumps({**FACTS, "data": recipe, **more.get("facts", {})}))
+    (run / "result.json").write_text(json.dumps(result))
+    log = [{"kind": "train", "step": i, "loss": 1 / i} for i in range(1, 11)]
+    log += [{"kind": "eval", "split": "test", "step": i, "epoch": 0.5, metric: final} for i in (5, 10)]
+    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    return run
+
+
+@pytest.fixture
+def vowels(tmp_path):
+    """Three seeds of Flow-Attention, one of softmax attention, and two runs that are not the recipe."""
+    for seed, (final, best) in enumerate([(0.98, 0.99), (0.97, 0.98), (0.99, 1.0)]):
+        write_run(tmp_path, "uea/JapaneseVowels", "flow", seed, final, best)
+    write_run(tmp_path, "uea/JapaneseVowels", "softmax", 0, 0.95)
+    write_run(tmp_path, "uea/JapaneseVowels", "flow", 0, 0.5, overrides=["epochs=2", "optimiser.lr=0.1"])
+    write_run(tmp_path, "uea/JapaneseVowels", "softmax", 1, 0.96, overrides=["precision=tf32"])
+    return tmp_path
+
+
+def the(rows, name):
+    (found,) = [table for table in summary.fill(rows) if table.table.name == name]
+    return found
+
+
+class TestDifferences:
+    @pytest.mark.parametrize("name", [*recipes.names(), "lra/text@published"])
+    def test_a_recipe_has_none(self, name):
+        for attention in ("flow", "softmax", "flow-without-competition"):
+            config = override(
+                recipes.get(name), [f"attention={attention}", "seed=3", "workers=0", "checkpoint_every=7"]
+            )
+            assert differences(to_dict(config)) == []
+
+    def test_sizes_of_the_data_are_none(self):
+        config = recipes.get("uea/JapaneseVowels")
+        assert differences(to_dict(replace(config, model=replace(config.model, num_classes=9, num_features=12)))) == []
+
+    def test_everything_else_is_one(self):
+        changes = ["epochs=8", "model.dropout=0.5", "variant.clamp=1", "partial=true", "attention=flow"]
+        config = override(recipes.get("uea/JapaneseVowels"), changes)
+        assert set(differences(to_dict(config))) == {
+            "model.variant.clamp=1.0",
+            "model.dropout=0.5",
+            "data_options.partial=True",
+            "epochs=8",
+        }
+
+    def test_options_of_a_rival(self):
+        fields = {
+            "recipe": "uea/JapaneseVowels",
+            "rival": "rocket",
+            "options": {"n_kernels": 9},
+            "data_options": {"partial": False},
+        }
+        assert differences(fields) == ["options.n_kernels=9"]
+        fields = {
+            "recipe": "d4rl/hopper-medium",
+            "rival": "bc",
+            "options": {"steps": 100_000},
+            "data_options": {"version": "v5sac"},
+        }
+        assert differences(fields) == ["data_options.version=v5sac"]
+
+
+class TestTable:
+    def test_mean_and_deviation_over_seeds_beside_the_paper(self, vowels):
+        table = the(collect([vowels]), "uea")
+        lines = {line.label: line.cells["JapaneseVowels"] for line in table.lines}
+        flow = lines["Flowformer"]
+        assert (flow.final.mean, flow.final.deviation) == (pytest.approx(98), pytest.approx(1))
+        assert (flow.best.mean, flow.paper, flow.difference) == (pytest.approx(99), 98.9, pytest.approx(0.1))
+        assert str(flow) == "98.00 ± 1.00 / 99.00 ± 1.00 (3); paper 98.9, +0.10"
+
+    def test_what_is_not_the_recipe_stands_alone_and_says_why(self, vowels):
+        lines = {line.label: line.cells["JapaneseVowels"] for line in the(collect([vowels]), "uea").lines}
+        (other,) = [cell for label, cell in lines.items() if "optimiser.lr=0.1" in label and "epochs=2" in label]
+        assert (other.paper, other.difference, len(other.runs)) == (None, None, 1)
+        # other arithmetic is the same experiment, never mixed with the rest
+        assert lines["Transformer (precision=tf32)"].paper == 98.7
+        assert len(lines["Transformer"].runs) == 1
+
+    def test_averages_are_over_the_columns_that_are_there(self, tmp_path):
+        for name, score in (("JapaneseVowels", 0.99), ("Handwriting", 0.33)):
+            for seed in (0, 1):
+                write_run(tmp_path, f"uea/{name}", "flow", seed, score + 0.01 * seed)
+        write_run(tmp_path, "uea/Handwriting", "softmax", 0, 0.3)
+        table = the(collect([tmp_path]), "uea")
+        flow, softmax = (next(line for line in table.lines if line.method.name == name) for name in ("flow", "softmax"))
+        assert table.average_label == "Avg of 2"
+        assert flow.average.final.mean == pytest.approx(66.5)
+        assert flow.average.final.deviation == pytest.approx(2**0.5 / 2)
+        assert flow.average.paper == pytest.approx((98.9 + 33.8) / 2)
+        assert softmax.average is None, "it lacks a column"
+        headings, lines = table.grid()
+        assert headings == ["Transformer", "Flowformer"]
+        assert [name for name, _ in lines] == ["Handwriting", "JapaneseVowels", "Avg of 2"]
+
+    def test_stand_ins_are_not_averaged(self, tmp_path):
+        for recipe in ("lra/text", "lra/listops", "acl"):
+            write_run(tmp_path, recipe, "flow", 0, 0.6)
+        table = the(collect([tmp_path]), "lra")
+        (line,) = table.lines
+        assert table.average_label == "Avg of 2"
+        assert line.average.paper == pytest.approx((38.70 + 64.29) / 2, abs=0.01)
+        assert line.cells["Retrieval on ACL papers"].paper is None
+
+    def test_an_average_that_only_the_whole_paper_has(self, tmp_path):
+        for column in tables.ACTIVATIONS.columns:
+            write_run(tmp_path, column.recipe, "flow-sigmoid-softmax", 0, 0.5)
+        (line,) = the(collect([tmp_path]), "activations").lines
+        assert (line.average.paper, line.average.difference) == (53.11, pytest.approx(-3.11))
+
+    def test_sizes_and_top5(self, tmp_path):
+        sizes = {"top5": {"final": 0.94, "best": 0.95}, "parameters": 43_311_304}
+        write_run(tmp_path, "imagenet/hierarchical", "flow", 0, 0.8, **sizes)
+        headings, [(_, [score, *sizes])] = the(collect([tmp_path]), "imagenet").grid()
+        assert headings == ["top-1", "top-5", "parameters, M", "FLOPs, G"]
+        assert str(score) == "80.00; paper 80.6, -0.60"
+        assert sizes == ["95.0; paper 94.9", "43.3; paper 41", "6.8; paper 6.3"]
+
+    def test_deviations_of_the_paper(self, tmp_path):
+        write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 60.0, metric="score")
+        write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 50.0, overrides=["version=v5sac"], metric="score")
+        rows = collect([tmp_path])
+        (line,) = the(rows, "d4rl").lines
+        assert str(line.cells["hopper medium"]) == "60.00; paper 66.9 ± 2.5, -6.90"
+        (line,) = the(rows, "rl-stand-ins").lines
+        assert str(line.cells["hopper medium"]) == "50.00"
+
+    def test_as_published_is_a_line_of_its_own(self, tmp_path):
+        write_run(tmp_path, "lra/text", "flow", 0, 0.64)
+        write_run(tmp_path, "lra/text@published", "flow", 0, 0.65)
+        labels = {line.label: line.cells["Text"].paper for line in the(collect([tmp_path]), "lra").lines}
+        assert labels == {"Flowformer": 64.29, "Flowformer (@published)": 64.29}
+
+    def test_data_that_differ_are_named(self, tmp_path):
+        write_run(tmp_path, "uea/JapaneseVowels", facts={"differs": "one case more"})
+        assert "The data of uea/JapaneseVowels differ: one case more." in the(collect([tmp_path]), "uea").note
+
+
+class TestCollect:
+    def test_folders_of_several_machines_are_merged(self, vowels, tmp_path_factory):
+        other = tmp_path_factory.mktemp("other")
+        shutil.copytree(vowels / "uea", other / "uea")  # came back twice
+        write_run(other, "uea/JapaneseVowels", "flow", 3, 0.98)
+        rows = collect([vowels, other])
+        assert len(rows) == 7
+        assert len({row["folder"] for row in rows}) == 7
+
+    def test_a_table_of_rows_is_as_good_as_its_folders(self, vowels, tmp_path):
+        rows = collect([vowels])
+        write_csv(rows, tmp_path / "kept.csv")
+        shutil.rmtree(vowels / "uea")
+        assert collect([tmp_path / "kept.csv"]) == rows
+        assert len(list(csv.DictReader((tmp_path / "kept.csv").open()))) == 6
+        (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+        with pytest.raises(ValueError, match="is no table of results: it lacks attention"):
+            collect([tmp_path / "other.csv"])
+        with pytest.raises(FileNotFoundError, match="accepted: a folder with runs below it"):
+            collect([tmp_path / "nowhere"])
+
+    @pytest.mark.parametrize("content", ["", "{}", None])
+    def test_a_damaged_run_is_named(self, vowels, content):
+        path = next(vowels.rglob("provenance.json"))
+        path.unlink() if content is None else path.with_name("result.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"{path.parent.name} is damaged: .* Copy it again, or delete it"):
+            collect([vowels])
+
+    def test_half_a_run_is_no_result(self, vowels):
+        rows = collect([vowels])
+        for path in vowels.rglob("result.json"):
+            path.rename(path.with_name(".result.json.part"))
+            break
+        assert len(collect([vowels])) == len(rows) - 1
+
+
+def test_markdown_names_every_run_with_its_folder(vowels):
+    text = summary.markdown(collect([vowels]))
+    assert "## UEA time series, accuracy in %" in text
+    assert "98.00 ± 1.00 / 99.00 ± 1.00 (3)<br>paper 98.9, +0.10" in text
+    for row in collect([vowels]):
+        assert row["folder"] in text
+    widths = [line.count("|") for line in text.split("## Runs")[1].splitlines() if line.startswith("|")]
+    assert len(set(widths)) == 1
+
+
+def test_speeds_are_drawn(tmp_path):
+    committed = Path(__file__).parent.parent / "results/lra-speed-cpu.csv"
+    ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# what a user would do, and what can be seen then
+USE = """
+<script>
+const section = [...document.querySelectorAll("section")].find(s => s.querySelector("h2")?.textContent === "Runs");
+const heading = [...section.querySelectorAll("th")].find(h => h.textContent === "final");
+const column = [...heading.parentNode.children].indexOf(heading);
+const shown = () => [...section.querySelectorAll("tbody tr")].map(line => line.children[column].textContent).join(",");
+heading.click();
+const up = shown();
+heading.click();
+const down = shown();
+document.querySelector("#tables td.runs").click();
+document.body.dataset.seen = JSON.stringify({
+  up, down, curves: document.querySelectorAll("#detail .curve").length,
+  facts: [...document.querySelectorAll("#detail dt")].map(e => e.textContent).includes("commit"),
+  command: document.querySelector("#detail").textContent.includes("</script> 'x y'".replace("\\\\", "")),
+  figures: [...document.images].every(image => image.complete && image.naturalWidth > 0) && document.images.length,
+  loaded: performance.getEntriesByType("resource").filter(entry => !entry.name.startsWith("data:")).length,
+});
+</script>
+"""
+
+
+@pytest.fixture
+def page(vowels, tmp_path):
+    from matplotlib.figure import Figure
+
+    Figure((1, 1)).savefig(tmp_path / "map.png")
+    written = summary.write(collect([vowels]), tmp_path / "out", {"a map": tmp_path / "map.png"})
+    assert [path.name for path in written] == ["results.csv", "results.md", "results.html"]
+    return written[-1]
+
+
+def test_page_needs_nothing_else(page):
+    text = page.read_text()
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert text.count("</script>") == 2, "what a command says ends no element"
+    assert text.count("http") == text.count("http://www.w3.org/2000/svg")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_in_a_browser(page, tmp_path):
+    used = tmp_path / "used.html"
+    used.write_text(page.read_text().replace("</body>", USE.replace("</script> 'x", "<\\/script> 'x") + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=5000", "--dump-dom", used.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    seen = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert seen, done.stderr[-2000:]
+    found = json.loads(seen[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
+    assert found["up"] == "50.0,95.0,96.0,97.0,98.0,99.0"
+    assert found["down"] == "99.0,98.0,97.0,96.0,95.0,50.0"
+    assert found["curves"] > 0
+    assert found["facts"]
+    assert found["command"]
+    assert found["figures"]
+    assert found["loaded"] == 0
