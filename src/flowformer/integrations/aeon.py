@@ -97,7 +97,7 @@ class NetworkEstimator:
         # torch raises AssertionError if it was built without CUDA
         except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
             raise ValueError(
-                f"cannot compute on device={self.device!r}: {str(error).splitlines()[0]} Accepted: \"auto\" (a GPU if "
+                f'cannot compute on device={self.device!r}: {str(error).splitlines()[0]} Accepted: "auto" (a GPU if '
                 'there is one), "cpu", "cuda", "cuda:1" and so on, "mps".'
             ) from error
         return device

@@ -34,8 +34,8 @@ class DecisionConfig:
         window: how many steps the paper trains on and looks back at; for rivals whose parameters depend on it.
         max_timestep: how many steps an episode may have.
         bounded_actions: whether actions lie in [-1, 1] and end in a tanh.
-        discrete_actions: whether an action is one of A choices, an integer from 0 to A - 1. The model then gives logits,
-            is trained by cross-entropy and acts by the likeliest choice, whatever bounded_actions says.
+        discrete_actions: whether an action is one of A choices, an integer from 0 to A - 1. The model then gives
+            logits, is trained by cross-entropy and takes the likeliest choice, whatever bounded_actions says.
         predict_all: also predict the next state and return, with heads that the paper has but does not train.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
@@ -82,8 +82,8 @@ class Predictions(NamedTuple):
 class RecurrentRollout:
     """What `act` carries from step to step: everything seen, in a state of constant size.
 
-    `action`, (B, A) or (B,) choices, is the action of the step before, and `timestep` (B,) counts the steps taken. To take another action
-    than the model's, put it in with dataclasses.replace(rollout, action=…).
+    `action`, (B, A) or (B,) choices, is the action of the step before, and `timestep` (B,) counts the steps taken. To
+    take another action than the model's, put it in with dataclasses.replace(rollout, action=…).
     """
 
     flow_states: list[FlowState]
@@ -277,8 +277,8 @@ class FlowformerDecision(FlowModel):
             state: (B, S).
             rollout: of `new_rollout`, of the call before, or of its `reset`. It is not changed.
 
-        Returns: the actions, (B, A) or (B,) choices, and the rollout for the next step. Dropout is on unless the model is in evaluation
-        mode.
+        Returns: the actions, (B, A) or (B,) choices, and the rollout for the next step. Dropout is on unless the model
+        is in evaluation mode.
         """
         batch = len(rollout.timestep)
         accepted = (batch,), (batch, self.config.state_dim)
