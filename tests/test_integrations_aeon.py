@@ -317,7 +317,7 @@ class TestScikitLearn:
             ({"num_layers": 1.0}, "num_layers must be a whole number of at least 1, got 1.0"),
             ({"embed_dim": "16"}, "embed_dim must be a whole number of at least 1, got '16'"),
             ({"mlp_dim": 0.5}, "mlp_dim must be a whole number of at least 1, got 0.5"),
-            ({"device": "gpu"}, "cannot compute on device='gpu'.*accepted: \"auto\".*\"cuda:1\""),
+            ({"device": "gpu"}, 'cannot compute on device=\'gpu\'.*accepted: "auto".*"cuda:1"'),
             ({"device": "cuda:99"}, "cannot compute on device='cuda:99'"),
             ({"device": None}, "cannot compute on device=None"),
             ({"validation_fraction": 1.0}, "validation_fraction must be between 0 and 1, got 1.0"),
@@ -338,7 +338,9 @@ class TestScikitLearn:
 
     def test_training_that_breaks_raises(self):
         X, y, _ = waves(8)
-        with pytest.raises(ValueError, match=r"the loss became (nan|inf) in epoch \d+\. Lower learning_rate, now 1e\+30"):
+        with pytest.raises(
+            ValueError, match=r"the loss became (nan|inf) in epoch \d+\. Lower learning_rate, now 1e\+30"
+        ):
             FlowformerClassifier(**{**SMALL, "learning_rate": 1e30}).fit(X, y)
 
 
