@@ -311,7 +311,7 @@ soft,1024,training,OOM,,
         rows = "kind,shape,contestant,forward_ms,both_ms\ncausal,B1H2N512d64,ours,1.0,2.0\n"
         (tmp_path / "times.csv").write_text(rows)
         panels = viz.speed_figure(tmp_path / "times.csv").axes
-        assert [panel.get_title() for panel in panels] == ["causal", ""]
+        assert [panel.get_title() for panel in panels] == ["causal\nB1H2 d64", ""]
 
     def test_what_is_no_benchmark_is_told_so(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="accepted: the CSV that a benchmark wrote"):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from flowformer import viz
+from flowformer import __version__
 from flowformer.cli import app
 from flowformer.train import demo, paper, recipes, rivals
 from flowformer.train.config import override
@@ -55,7 +57,12 @@ class TestTrain:
 
     def test_a_run_that_is_there_is_resumed_or_refused(self, run):
         folder, result = run
-        assert "--resume, or --out" in flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, fails=True)
+        output = flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, fails=True)
+        assert "Resume it with --resume, or choose another folder with --out." in output
+        other = flowformer("train", "uea/JapaneseVowels", *TINY, "seed=1", "--out", folder, "--resume", fails=True)
+        assert (
+            "seed differ. Resume it with the config it was started with, or choose another folder with --out." in other
+        )
         again = json.loads(flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, "--json", "--resume"))
         assert again["final"] == result["final"]
 
@@ -64,6 +71,7 @@ class TestTrain:
         [
             (["uea/JapanesVowels"], "did you mean 'uea/JapaneseVowels'"),
             (["uea/JapaneseVowels", "stepps=3"], "did you mean 'steps'"),
+            (["uea/JapaneseVowels", "learning_rate=0.1"], "did you mean 'optimiser.lr'"),
             (["uea/JapaneseVowels", "steps=3.5"], "steps must be a whole number, got '3.5'"),
             (["uea/JapaneseVowels", "attention=softmx"], "did you mean 'softmax'"),
             (["uea/Heartbeat"], "UEA Heartbeat is missing"),
@@ -85,6 +93,14 @@ class TestAfterwards:
 
     def test_eval_of_what_is_not_there(self, run, tmp_path):
         assert "has no config.json" in flowformer("eval", tmp_path, fails=True)
+        (tmp_path / "stopped").mkdir()
+        (tmp_path / "stopped/config.json").write_text((run[0] / "config.json").read_text())
+        for arguments in (["eval"], ["plot", "--maps"]):
+            output = flowformer(*arguments, tmp_path / "stopped", fails=True)
+            assert "stopped has no final model yet: it is written when the run ends." in output
+            assert "flowformer train uea/JapaneseVowels with its overrides" in output
+        output = flowformer("eval", tmp_path / "stopped", "--model", "best", fails=True)
+        assert "no best model yet: it is written at the first evaluation" in output
         assert "did you mean 'best'" in flowformer("eval", run[0], "--model", "bets", fails=True)
         assert "has no validation part" in flowformer("eval", run[0], "--split", "valid", fails=True)
 
@@ -94,6 +110,17 @@ class TestAfterwards:
         flowformer("plot", folder, "--maps", "--out", tmp_path / "maps.png")
         for name in ("curves.png", "maps.png"):
             assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+    def test_plot_of_what_is_no_figure(self, run, tmp_path):
+        folder, _ = run
+        flowformer("results", folder.parent, "--out", tmp_path)
+        output = flowformer("plot", tmp_path / "results.csv", fails=True)
+        assert "results.csv is no benchmark's CSV" in output
+        assert "lacks" in output
+        for several in (["a.csv", "b.csv"], [folder, "a.csv"], [folder, folder, "--maps"]):
+            assert "accepted: several folders of runs, or one with --maps, or one CSV" in flowformer(
+                "plot", *several, fails=True
+            )
 
     def test_results(self, run, tmp_path):
         folder, result = run
@@ -109,6 +136,68 @@ class TestAfterwards:
         assert json.loads(flowformer("results", folder.parent, "--json"))[0]["final"] == float(row["final"])
         assert (tmp_path / "results/results.html").read_text().startswith("<!DOCTYPE html>")
         assert "no finished run" in flowformer("results", tmp_path / "results", fails=True)
+
+
+class TestWords:
+    """The command line speaks of its own options, not of arguments of functions."""
+
+    def test_data_that_is_elsewhere(self, tmp_path):
+        output = flowformer("data", "check", "enwik8", "--data", tmp_path, fails=True)
+        assert "pass --data or set FLOWFORMER_DATA" in output
+        (tmp_path / "enwik8").write_text("too short")
+        output = flowformer("data", "check", "enwik8", "--data", tmp_path, fails=True)
+        assert "or train with data_options.partial=true to use what is there" in output
+
+    def test_a_slip_in_data_is_not_hidden_by_the_copy_of_aeon(self, tmp_path):
+        for command in (["data", "check", "uea/JapaneseVowels"], ["train", "uea/JapaneseVowels", *TINY]):
+            output = flowformer(*command, "--data", tmp_path / "tpyo", fails=True)
+            assert f"UEA JapaneseVowels is missing: there is no {tmp_path}/tpyo/uea" in output
+        listed = json.loads(flowformer("data", "list", "--json", "--data", tmp_path / "tpyo"))["sets"]
+        assert not listed["uea/JapaneseVowels"]["there"]
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("progress=1", "got 'progress=1'; accepted: key=value with a key of seed, sizes, workers"),
+            ("sizes=[10,2,2]", 'got [10, 2, 2]; accepted: such as {"train": 960, "val": 20, "test": 20}'),
+            ("sizes=[...]", "sizes must be a value as in JSON, such as sizes=1, got '[...]'"),
+            ("sizes", "got 'sizes'; accepted: key=value"),
+            ("seed=1.5", "seed must be a whole number, got 1.5"),
+        ],
+    )
+    def test_prepare(self, tmp_path, option, message):
+        output = flowformer("data", "prepare", "lra/listops", option, "--data", tmp_path, fails=True)
+        assert message in output
+        assert not list(tmp_path.iterdir()), "nothing is claimed for what cannot be made"
+
+    def test_prepare_where_other_data_is(self, tmp_path):
+        few = 'sizes={"train": 2, "val": 1, "test": 1}'
+        flowformer("data", "prepare", "lra/listops", few, "workers=1", "--data", tmp_path)
+        output = flowformer("data", "prepare", "lra/listops", few, "seed=1", "--data", tmp_path, fails=True)
+        assert "Delete the folder, or choose another folder with --data." in output
+
+    def test_version(self):
+        assert flowformer("--version").strip() == __version__
+
+    def test_debug_shows_where_it_happened(self, tmp_path):
+        arguments = ["data", "check", "enwik8", "--data", str(tmp_path)]
+        result = CliRunner().invoke(app, ["--debug", *arguments])
+        assert isinstance(result.exception, FileNotFoundError)
+        assert isinstance(CliRunner().invoke(app, arguments).exception, SystemExit)
+
+    def test_the_recorded_command_can_be_run_again(self, run, monkeypatch, tmp_path):
+        words = [
+            "flowformer",
+            "train",
+            "uea/JapaneseVowels",
+            *TINY,
+            "--out",
+            "my run; ls",
+        ]
+        monkeypatch.setattr(sys, "argv", words)
+        flowformer(*words[1:-1], tmp_path / words[-1])
+        recorded = json.loads((tmp_path / words[-1] / "provenance.json").read_text())["command"]
+        assert shlex.split(recorded) == words
 
 
 class TestLists:
@@ -159,6 +248,21 @@ def test_demo(tmp_path, monkeypatch):
     assert "98.9 %" in output
     for name in ("flow/final/model.safetensors", "flow/config.json", "softmax/result.json", "demo.json", demo.FIGURE):
         assert (tmp_path / "demo" / name).is_file(), name
+    assert "has a demo already. Choose another folder with --out." in flowformer(
+        "demo", "--out", tmp_path / "demo", fails=True
+    )
+
+
+def test_the_demo_deletes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = []
+    monkeypatch.setattr(demo, "run", lambda folder, report: written.append(folder) or {})
+    for expected in ("runs/demo", "runs/demo-2", "runs/demo-3"):
+        flowformer("demo")
+        assert written[-1] == Path(expected)
+        written[-1].mkdir(parents=True)
+        (written[-1] / "mine.txt").write_text("kept")
+    assert len(list(tmp_path.rglob("mine.txt"))) == 3
 
 
 def test_the_demo_is_the_recipe_but_shorter():
@@ -213,17 +317,6 @@ class TestPaper:
     def test_what_is_not_in_it(self):
         assert paper.paper_score("cifar10", "flow") is None
         assert paper.paper_score("lra/text", "rfa") is None
-
-
-def test_speed_curves(tmp_path):
-    rows = "kind,shape,contestant,forward_ms,both_ms\ncausal,B1H2N1024d64,ours,1.5,4.0\ncausal,B1H2N512d64,ours,1,2.0\n"
-    (tmp_path / "times.csv").write_text(rows)
-    forward, both = viz.speed_curves(tmp_path / "times.csv").axes
-    assert [list(line.get_xdata()) for line in (*forward.lines, *both.lines)] == [[512, 1024]] * 2
-    assert [list(line.get_ydata()) for line in (*forward.lines, *both.lines)] == [[1, 1.5], [2, 4]]
-    (tmp_path / "empty.csv").write_text("kind,shape,contestant,both_ms\n")
-    with pytest.raises(ValueError, match="has no rows"):
-        viz.speed_curves(tmp_path / "empty.csv")
 
 
 DOCS = Path(__file__).parent.parent

@@ -171,3 +171,15 @@ class TestMinari:
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(data.DamagedDataError, match="tiny/hopper-v0"):
             data.load("minari/tiny/hopper-v0", minari_folder)
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_discrete_actions_are_refused(self, tmp_path, monkeypatch):
+        import minari
+        from minari.data_collector import EpisodeBuffer
+
+        monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+        states = list(np.zeros((3, 4), np.float32))
+        buffer = EpisodeBuffer(0, 0, None, states, [0, 1], [1.0, 1.0], [False, True], [False] * 2, {})
+        minari.create_dataset_from_buffers("cartpole/tiny-v0", [buffer], env="CartPole-v1")
+        with pytest.raises(TypeError, match=r"minari/cartpole/tiny-v0 has Discrete\(2\).*read_episodes"):
+            data.load("minari/cartpole/tiny-v0", tmp_path)

@@ -310,9 +310,16 @@ class TestScikitLearn:
     @pytest.mark.parametrize(
         ("parameters", "message"),
         [
-            ({"n_epochs": 0}, "n_epochs must be at least 1, got 0"),
-            ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-            ({"patience": 0}, "patience must be at least 1, got 0"),
+            ({"n_epochs": 0}, "n_epochs must be a whole number of at least 1, got 0"),
+            ({"n_epochs": 2.5}, "n_epochs must be a whole number of at least 1, got 2.5"),
+            ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+            ({"patience": 0}, "patience must be a whole number of at least 1, got 0"),
+            ({"num_layers": 1.0}, "num_layers must be a whole number of at least 1, got 1.0"),
+            ({"embed_dim": "16"}, "embed_dim must be a whole number of at least 1, got '16'"),
+            ({"mlp_dim": 0.5}, "mlp_dim must be a whole number of at least 1, got 0.5"),
+            ({"device": "gpu"}, 'cannot compute on device=\'gpu\'.*accepted: "auto".*"cuda:1"'),
+            ({"device": "cuda:99"}, "cannot compute on device='cuda:99'"),
+            ({"device": None}, "cannot compute on device=None"),
             ({"validation_fraction": 1.0}, "validation_fraction must be between 0 and 1, got 1.0"),
             ({"embed_dim": 9}, "num_heads"),
             ({"attention": "fow"}, "flow"),
@@ -322,15 +329,42 @@ class TestScikitLearn:
     )
     def test_wrong_parameter_raises_in_fit(self, parameters, message):
         X, y, _ = waves(4)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.compile(message, re.IGNORECASE)):
             FlowformerClassifier(**{**SMALL, **parameters}).fit(X, y)
 
-    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+    def test_numbers_of_numpy_are_whole_numbers_too(self):
+        X, y, _ = waves(4)
+        FlowformerClassifier(**{**SMALL, "n_epochs": np.int64(1), "embed_dim": np.int32(16)}).fit(X, y)
+
     def test_training_that_breaks_raises(self):
         X, y, _ = waves(8)
-        X[3][1, 2] = np.inf
-        with pytest.raises(ValueError, match=r"the loss became nan in epoch 1\. Look for infinite values in X"):
-            FlowformerClassifier(**SMALL).fit(X, y)
+        with pytest.raises(
+            ValueError, match=r"the loss became (nan|inf) in epoch \d+\. Lower learning_rate, now 1e\+30"
+        ):
+            FlowformerClassifier(**{**SMALL, "learning_rate": 1e30}).fit(X, y)
+
+
+class TestInfiniteValues:
+    @pytest.mark.parametrize("estimator", [FlowformerClassifier, FlowformerRegressor])
+    @pytest.mark.parametrize("value", [np.inf, -np.inf])
+    def test_are_refused_in_fit_and_in_predict(self, estimator, value):
+        X, labels, amplitudes = waves(8)
+        y = labels if estimator is FlowformerClassifier else amplitudes
+        fitted = estimator(**SMALL).fit(X, y)
+        X[3][1, 2] = value
+        message = f"X must be finite.*case 3 has {value} in channel 1 at step 2"
+        for method in [fitted.predict, *([fitted.predict_proba] if estimator is FlowformerClassifier else [])]:
+            with pytest.raises(ValueError, match=message):
+                method(X)
+        with pytest.raises(ValueError, match=message):
+            estimator(**SMALL).fit(X, y)
+
+    def test_a_number_that_float32_does_not_hold_is_one(self):
+        X, y, _ = waves(8)
+        fitted = FlowformerClassifier(**SMALL).fit(X, y)
+        X[5][0, 0] = 1e300
+        with pytest.raises(ValueError, match="case 5 has inf in channel 0 at step 0"):
+            fitted.predict(X)
 
 
 class TestProgress:

@@ -9,14 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
+import h5py
 import minari
 import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import Autoreset
 from minari.data_collector import EpisodeBuffer
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 import flowformer.integrations.gymnasium as integration
 from flowformer.integrations.gymnasium import DecisionPolicy, evaluate, normalised_score, read_episodes
@@ -52,6 +55,19 @@ class Game(gymnasium.Env):
         self.state = np.array([self.state[1] + action[0], np.sin(3 * self.state[0]) - action[0]])
         over, cut = self.left == 0, bool(self.state[0] > 0.5)
         return self.state, float(10 * action[0] + self.state[0]), over and not cut, over and cut, {}
+
+
+class Choices(Game):
+    """A game of three choices, which its space counts from 5."""
+
+    action_space = Discrete(3, start=5)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step([0.3 * (int(action) - 6)])
+
+
+CHOOSING = replace(SMALL, action_dim=3, discrete_actions=True)
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +210,149 @@ def test_processes_of_their_own():
     np.testing.assert_array_equal(found.returns, expected.returns)
 
 
+@WINDOWS
+@pytest.mark.parametrize("env", [Game, lambda: Autoreset(Game())], ids=["reset by the caller", "Autoreset"])
+def test_a_single_environment_is_a_vector_of_one(env, window):
+    policy = policy_of(randomized(), window)
+    expected = evaluate(policy, games(AutoresetMode.SAME_STEP, 1), episodes=6, seed=3)
+    found = evaluate(policy, env(), episodes=6, seed=3)
+    np.testing.assert_array_equal(found.lengths, expected.lengths)
+    np.testing.assert_array_equal(found.returns, expected.returns)
+    assert len(set(expected.lengths)) > 1
+
+
+def test_a_single_environment_has_no_axis_of_environments():
+    env, policy = Game(length=2), policy_of(randomized())
+    policy.reset(env)
+    observation, _ = env.reset(seed=0)
+    for ends in (False, True):
+        action = policy.act(observation)
+        assert env.action_space.contains(action)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        assert policy.observe(reward, terminated, truncated) == np.True_
+        assert (terminated or truncated) == ends
+
+
+@WINDOWS
+@MODES
+def test_discrete_actions(mode, window):
+    model = FlowformerDecision(CHOOSING).double().eval()
+    policy = policy_of(model, window)
+    result = evaluate(policy, SyncVectorEnv([Choices] * 2, autoreset_mode=mode), episodes=6, seed=7)
+    alone = [evaluate(policy, Choices(), episodes=3, seed=7 + row) for row in range(2)]
+    np.testing.assert_array_equal(result.returns, np.concatenate([each.returns for each in alone]))
+    # what the policy does in the first step is what the model says of it
+    env = Choices()
+    policy.reset(env)
+    state, _ = env.reset(seed=0)
+    first = torch.tensor([[5.0]]).double(), torch.tensor((state - MEAN) / STD)[None, None], torch.zeros(1, 1).long()
+    action = policy.act(state)
+    assert env.action_space.contains(action)
+    assert action == 5 + model(*first).action[0, 0].argmax()
+
+
+def recorded_cart_pole(folder: Path, monkeypatch, steps: int, episodes: int) -> minari.MinariDataset:
+    """A minari dataset of every other episode played at random, and the others by pushing where the pole falls to."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(folder))
+    env, random = gymnasium.make("CartPole-v1", max_episode_steps=steps), np.random.default_rng(0)
+    buffers = []
+    for i in range(episodes):
+        observations, actions, results = [env.reset(seed=i)[0]], [], []
+        while not results or not any(results[-1][1:]):
+            falls = int(observations[-1][2] + observations[-1][3] > 0)
+            actions.append(falls if i % 2 else int(random.integers(2)))
+            observation, *result, _ = env.step(actions[-1])
+            observations.append(observation)
+            results.append(result)
+        rewards, terminations, truncations = (list(part) for part in zip(*results, strict=True))
+        buffers.append(EpisodeBuffer(i, i, None, observations, actions, rewards, terminations, truncations, {}))
+    return minari.create_dataset_from_buffers("cartpole/mixed-v0", buffers, env=env.spec)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_cart_pole_trains(tmp_path, monkeypatch):
+    """From minari's file to a policy that balances as long as it is asked to."""
+    steps = 60
+    data = read_episodes(recorded_cart_pole(tmp_path, monkeypatch, steps, 30), return_scale=steps)
+    recorded = [trajectory.returns_to_go[0].item() * steps for trajectory in data.trajectories]
+    assert np.mean(recorded[::2]) < 30 < np.mean(recorded[1::2])
+    assert all(trajectory.actions.dtype == torch.long for trajectory in data.trajectories)
+    batch = [pad_sequence(part, batch_first=True) for part in zip(*data.trajectories, strict=True)]
+    lengths = torch.tensor([len(trajectory.actions) for trajectory in data.trajectories])
+    mask = torch.arange(batch[0].shape[1]) < lengths[:, None]
+    sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "mlp_dim": 64, "max_timestep": steps, "dropout": 0.0}
+    model = FlowformerDecision(DecisionConfig(4, 2, discrete_actions=True, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model.loss(*batch, mask=mask)
+        loss.backward()
+        optimizer.step()
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=4, max_episode_steps=steps)
+    scale = {"return_scale": steps, "state_mean": data.state_mean, "state_std": data.state_std}
+    low, high = (
+        evaluate(DecisionPolicy(model, asked, **scale), envs, 8, seed=0).returns.mean() for asked in (8, steps)
+    )
+    assert high > 50
+    assert low < high - 15
+
+
+def d4rl_file(path: Path) -> list[EpisodeBuffer]:
+    """Episodes of Hopper at random, and two steps of one that does not end, as D4RL writes them."""
+    env = gymnasium.make("Hopper-v5", max_episode_steps=10)
+    env.action_space.seed(0)
+    rows, lengths = [], []
+    for i in range(4):
+        state, length, over = env.reset(seed=i)[0], 0, False
+        while not over and (i < 3 or length < 2):
+            action = env.action_space.sample()
+            following, reward, terminated, truncated, _ = env.step(action)
+            rows.append((state, action, reward, terminated, truncated))
+            state, length, over = following, length + 1, terminated or truncated
+        lengths.append(length)
+    keys = ("observations", "actions", "rewards", "terminals", "timeouts")
+    with h5py.File(path, "w") as file:
+        for key, column in zip(keys, zip(*rows, strict=True), strict=True):
+            file[key] = np.array(column)
+    return lengths[:3]
+
+
+def test_episodes_of_d4rl(tmp_path):
+    path = tmp_path / "hopper_medium-v2.hdf5"
+    lengths = d4rl_file(path)
+    data = read_episodes(path)
+    assert [len(trajectory.actions) for trajectory in data.trajectories] == lengths
+    with h5py.File(path) as file:
+        opened, raw = read_episodes(file), {key: file[key][:] for key in file}
+        assert file.id.valid, "what the caller opened stays open"
+    start = 0
+    for trajectory, again, length in zip(data.trajectories, opened.trajectories, lengths, strict=True):
+        part = slice(start, start + length)
+        states = trajectory.states.numpy() * data.state_std + data.state_mean
+        np.testing.assert_allclose(states, raw["observations"][part], rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(trajectory.actions, raw["actions"][part])
+        np.testing.assert_allclose(trajectory.returns_to_go[0], raw["rewards"][part].sum() / 1000, rtol=1e-5)
+        assert all(torch.equal(one, other) for one, other in zip(trajectory, again, strict=True))
+        start += length
+    for one in (str(path), path):
+        assert len(read_episodes(one).trajectories) == 3
+
+
+def test_errors_of_d4rl_files(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no file .*hoper\.hdf5; accepted: a file of D4RL.*minari.load_dataset"
+    ):
+        read_episodes(tmp_path / "hoper.hdf5")
+    with pytest.raises(FileNotFoundError, match=r"pass minari\.load_dataset\(id\)"):
+        read_episodes("mujoco/hopper/medium-v0")
+    with h5py.File(tmp_path / "main_data.hdf5", "w") as file:
+        file["episode_0/actions"] = np.zeros((3, 2))
+    with pytest.raises(ValueError, match=r"main_data.hdf5 is .*not of D4RL: it has no observations.*, but episode_0"):
+        read_episodes(tmp_path / "main_data.hdf5")
+    with pytest.raises(TypeError, match=r"those of minari, got int; accepted: a minari.MinariDataset"):
+        read_episodes([3])
+
+
 @pytest.mark.parametrize(
     ("preset", "name"), [("hopper", "Hopper"), ("halfcheetah", "HalfCheetah"), ("walker2d", "Walker2d")]
 )
@@ -284,7 +443,8 @@ def test_episodes_of_minari(tmp_path, monkeypatch):
 def test_examples_of_the_page(tmp_path, monkeypatch, capsys):
     recorded_hopper(tmp_path, monkeypatch)
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gymnasium.md").read_text(), re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 4
+    d4rl_file(tmp_path / "hopper_medium-v2.hdf5")
     for example in examples:
         assert len(example.splitlines()) <= 20
         exec(compile(example, "docs/gymnasium.md", "exec"), {})
@@ -297,13 +457,18 @@ def test_errors_of_environments():
         policy.act(np.zeros((3, 2)))
     with pytest.raises(RuntimeError, match=r"Call reset\(envs\) first"):
         policy.observe(np.zeros(3), np.zeros(3, dtype=bool), np.zeros(3, dtype=bool))
-    with pytest.raises(TypeError, match=r"VectorEnv, got Game.*make_vec"):
-        policy.reset(Game())
+    with pytest.raises(TypeError, match=r"VectorEnv, got str.*gymnasium.make or gymnasium.make_vec"):
+        policy.reset("Hopper-v5")
     envs = games(AutoresetMode.NEXT_STEP)
-    with pytest.raises(ValueError, match=r"state_dim=3 needs a space Box of shape \(3,\), got Box"):
+    with pytest.raises(ValueError, match=r"state_dim=3 needs observations in a Box of shape \(3,\), got Box"):
         DecisionPolicy(randomized(replace(SMALL, state_dim=3)), 1.0).reset(envs)
-    with pytest.raises(ValueError, match=r"action_dim=2 needs a space Box of shape \(2,\), got Box"):
+    with pytest.raises(ValueError, match=r"action_dim=2 needs actions in a Box of shape \(2,\), got Box"):
         DecisionPolicy(randomized(replace(SMALL, action_dim=2)), 1.0).reset(envs)
+    with pytest.raises(ValueError, match=r"action_dim=1 needs .* got Discrete\(3, start=5\)\. .*discrete_actions=True"):
+        policy.reset(Choices())
+    for env, dim in ((Game(), 3), (Choices(), 2)):
+        with pytest.raises(ValueError, match=rf"action_dim={dim} discrete actions needs Discrete\({dim}\), got"):
+            DecisionPolicy(randomized(replace(CHOOSING, action_dim=dim)), 1.0).reset(env)
     envs.metadata = {}
     with pytest.raises(ValueError, match="does not say how it resets"):
         policy.reset(envs)
@@ -324,9 +489,9 @@ def test_errors_of_recordings():
     goals = minari.EpisodeData(0, space.sample(), np.zeros((4, 1)), np.zeros(4), flags, flags, {})
     with pytest.raises(TypeError, match=r"observations must be arrays.*got dict.*gymnasium.spaces.flatten"):
         read_episodes([goals])
-    choices = minari.EpisodeData(0, np.zeros((5, 2)), np.zeros(4), np.zeros(4), flags, flags, {})
-    with pytest.raises(TypeError, match=r"actions must be arrays.*got ndarray of shape \(4,\)"):
-        read_episodes([choices])
+    numbers = minari.EpisodeData(0, np.zeros((5, 2)), np.zeros(4), np.zeros(4), flags, flags, {})
+    with pytest.raises(TypeError, match=r"actions must be arrays .*\(steps,\) integers, got ndarray of shape \(4,\)"):
+        read_episodes([numbers])
 
 
 def test_broken_gymnasium_gives_one_sentence(tmp_path, monkeypatch):

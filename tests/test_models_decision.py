@@ -27,6 +27,7 @@ SMALL = DecisionConfig(
     dropout=0.0,
 )
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
+DISCRETE = replace(SMALL, discrete_actions=True)
 WINDOWS = pytest.mark.parametrize("window", [None, 4], ids=["recurrent", "window"])
 
 
@@ -324,6 +325,80 @@ def test_saved_model_is_the_same(tmp_path):
     assert loaded.config == model.config
     trajectory = trajectories(dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(loaded(*trajectory), model(*trajectory), strict=True))
+
+
+def choices(batch=3, steps=7) -> tuple[torch.Tensor, ...]:
+    """As `trajectories`, with discrete actions."""
+    returns, states, _, timesteps = trajectories(batch, steps)
+    return returns, states, torch.randint(SMALL.action_dim, (batch, steps)), timesteps
+
+
+class TestDiscreteActions:
+    @torch.no_grad()
+    def test_are_one_hot_actions_with_logits(self):
+        model, trajectory = randomized(DISCRETE), choices()
+        returns, states, actions, timesteps = trajectory
+        free = randomized(replace(SMALL, bounded_actions=False))
+        free.load_state_dict(model.state_dict())
+        one_hot = torch.eye(3, dtype=torch.float64)[actions]
+        torch.testing.assert_close(model(*trajectory).action, free(returns, states, one_hot, timesteps).action)
+        torch.testing.assert_close(model(returns, states, actions.int(), timesteps).action, model(*trajectory).action)
+
+    @SIDES
+    def test_padded_loss_is_the_cross_entropy_of_the_parts(self, side):
+        model = randomized(DISCRETE)
+        trajectory, mask = choices(), padding(side, [7, 3, 1], 7)
+        trajectory[2][~mask] = -100  # padding need not be a choice
+        logits, targets = [], []
+        for i, present in enumerate(mask):
+            part = [x[i][present][None] for x in trajectory]
+            logits.append(model(*part).action[0])
+            targets.append(part[2][0])
+        expected = nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets))
+        loss = model.loss(*trajectory, mask)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradients(loss, model), gradients(expected, model), rtol=1e-10, atol=1e-10)
+        assert model.loss(*trajectory, torch.zeros_like(mask)) == 0
+        whole = choices()
+        torch.testing.assert_close(model.loss(*whole), model.loss(*whole, torch.ones_like(mask)))
+
+    @pytest.mark.parametrize("window", [None, 12], ids=["recurrent", "window"])
+    @torch.no_grad()
+    def test_rollout_takes_the_likeliest_choice_of_one_run(self, window):
+        model = FlowformerDecision(DISCRETE).double().eval()  # with larger weights, one choice is always the likeliest
+        returns, states, *_ = choices(3, 12)
+        actions, rollout = episode(model, returns, states, model.new_rollout(3, window=window))
+        assert actions.dtype == rollout.action.dtype == torch.long
+        assert torch.equal(actions, model(returns, states, actions).action.argmax(-1))
+        assert len(actions.unique()) > 1
+        rollout = rollout.reset(torch.tensor([True, False, False]))
+        again, _ = episode(model, returns[:, :1], states[:, :1], rollout)
+        assert again[0, 0] == actions[0, 0]
+
+    @torch.no_grad()
+    def test_compiled_and_saved_model_is_the_same(self, tmp_path):
+        model = randomized(DISCRETE)
+        trajectory, mask = choices(), padding("left", [7, 3, 5], 7)
+        expected = model(*trajectory, mask).action
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*trajectory, mask).action, expected, rtol=1e-12, atol=1e-12)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(FlowformerDecision.from_pretrained(tmp_path)(*trajectory, mask).action, expected)
+
+    @pytest.mark.parametrize("choice", [-1, 3])
+    def test_a_choice_that_is_none_is_refused(self, choice):
+        returns, states, actions, _ = choices()
+        actions[0, 0] = choice
+        with pytest.raises(ValueError, match=r"3 discrete actions takes 0 to 2, got (-1 to 2|0 to 3)"):
+            randomized(DISCRETE)(returns, states, actions)
+
+    def test_other_kinds_are_refused(self):
+        returns, states, actions, _ = choices()
+        for wrong in (actions.double(), torch.eye(3)[actions], actions > 0):
+            with pytest.raises(ValueError, match=r"\(B, T\) integers, got"):
+                randomized(DISCRETE).loss(returns, states, wrong)
+        with pytest.raises(ValueError, match=r"\(B, T, 3\), got .*\(3, 7\) torch.int64"):
+            randomized(SMALL)(returns, states, actions)
 
 
 @pytest.mark.parametrize("name", ["state_dim", "action_dim", "num_layers", "window", "max_timestep"])

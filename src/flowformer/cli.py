@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError as missing:
@@ -47,6 +48,38 @@ DataDir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script, and nothing else.")]
 # what a user can put right, as opposed to a mistake of ours
 _PLAIN = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+# what errors of the library advise, and how it is done here
+_ADVICE = {
+    "pass data_dir": "pass --data",
+    "hoose another data_dir": "hoose another folder with --data",
+    "pass partial=True": "train with data_options.partial=true",
+    "Resume it, or choose another folder": "Resume it with --resume, or choose another folder with --out",
+    "hoose another folder.": "hoose another folder with --out.",
+}
+
+
+_debug = False  # set by --debug, before any command runs
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error: flowformer --debug train ….")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
 
 
 def _command(application: typer.Typer, name: str, **options: Any) -> Callable:
@@ -58,7 +91,9 @@ def _command(application: typer.Typer, name: str, **options: Any) -> Callable:
             try:
                 return function(*args, **kwargs)
             except _PLAIN as error:
-                errors.print(f"[red]error:[/red] {_escape(str(error))}", soft_wrap=True)
+                if _debug:
+                    raise
+                errors.print(f"[red]error:[/red] {escape(_advice(str(error)))}", soft_wrap=True)
                 raise typer.Exit(1) from error
 
         application.command(name, **options)(run)
@@ -69,7 +104,9 @@ def _command(application: typer.Typer, name: str, **options: Any) -> Callable:
 
 @_command(app, "demo")
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Where to write; default runs/demo, made anew.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; default runs/demo, or runs/demo-2 if that is there.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train the paper's time-series Flowformer on JapaneseVowels, and softmax attention beside it, in a few minutes.
@@ -77,14 +114,10 @@ def demo(
     640 recordings of nine speakers, which come with aeon: nothing is downloaded. The schedule has 8 of the
     paper's 100 epochs; [bold]flowformer train uea/JapaneseVowels[/bold] has them all.
     """
-    import shutil
-
     from .train import demo as runs
     from .train.paper import paper_score
 
-    folder = out or Path("runs/demo")
-    if out is None and folder.exists():
-        shutil.rmtree(folder)
+    folder = out or runs.unused(Path("runs/demo"))
     with _progress(as_json) as reporter:
         results = runs.run(folder, reporter)
     if as_json:
@@ -142,8 +175,6 @@ def train(
     except loop.Interrupted as stopped:
         errors.print(f"{stopped} To go on: the same command with --resume.")
         raise typer.Exit(130) from stopped
-    except FileExistsError as error:
-        raise ValueError(f"{error} That is: --resume, or --out.") from error
     if as_json:
         print(json.dumps({**result, "folder": str(folder)}))
     elif _is_main():
@@ -346,6 +377,10 @@ def plot(
     from .train.results import draw_maps
 
     first = runs[0]
+    if len(runs) > 1 and (maps or any(run.suffix == ".csv" for run in runs)):
+        raise ValueError(
+            f"got {len(runs)} arguments; accepted: several folders of runs, or one with --maps, or one CSV."
+        )
     if first.suffix == ".csv":
         figure, name = viz.speed_figure(first), first.with_suffix(".png")
     elif maps:
@@ -444,11 +479,15 @@ def data_prepare(
     """Generate a data set that is made rather than collected; a stopped generation goes on where it was."""
     from . import data as sets
 
-    pairs = [override.partition("=") for override in overrides or []]
-    try:
-        options = {key: json.loads(value) for key, _, value in pairs}
-    except json.JSONDecodeError:
-        raise ValueError(f"got {' '.join(overrides or [])}; accepted: key=value, such as seed=1 workers=8.") from None
+    options = {}
+    for key, equals, value in (override.partition("=") for override in overrides or []):
+        accepted = sets.generator_options(name)
+        if not equals or key not in accepted:
+            raise ValueError(f"got {key + equals + value!r}; accepted: key=value with a key of {', '.join(accepted)}.")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"{key} must be a value as in JSON, such as {key}=1, got {value!r}.") from None
     if not console.is_terminal:
         sets.prepare(name, data, **options)
         return
@@ -590,8 +629,11 @@ def _is_main() -> bool:
     return is_main()
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+def _advice(text: str) -> str:
+    """An error of the library in the words of the command line."""
+    for python, here in _ADVICE.items():
+        text = text.replace(python, here)
+    return text
 
 
 if __name__ == "__main__":

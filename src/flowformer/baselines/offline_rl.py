@@ -40,6 +40,7 @@ class MLPConfig:
     hidden_dim: int = 256
     num_layers: int = 2
     max_timestep: ClassVar[int] = sys.maxsize  # it does not count steps
+    discrete_actions: ClassVar[bool] = False
 
 
 class MLPPolicy(FlowModel):

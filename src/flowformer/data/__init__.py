@@ -18,6 +18,7 @@ from typing import Any
 
 from ..ops.variant import nearest
 from . import store
+from .generate import Progress
 from .splits import DataInfo, Splits, collate
 from .store import DamagedDataError, MissingDataError
 
@@ -27,6 +28,7 @@ __all__ = [
     "MissingDataError",
     "Splits",
     "collate",
+    "generator_options",
     "load",
     "names",
     "prepare",
@@ -63,7 +65,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
     if name in _loaders():
         return _loaders()[name](folder, partial=partial, **options)
     if family == "uea" and rest:
-        return uea.load(rest, folder, partial=partial, **options)
+        # a folder that was named and is not there is a slip, which a copy from elsewhere would hide
+        bundled = data_dir is None or folder.is_dir()
+        return uea.load(rest, folder, partial=partial, bundled=bundled, **options)
     if family == "d4rl" and rest.startswith(offline_rl.ENVIRONMENTS):
         return offline_rl.d4rl(rest, folder, **options)
     if family == "minari" and rest:
@@ -71,32 +75,47 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
     raise ValueError(f"unknown data set {name!r}{nearest(name, names())}; known are {', '.join(names())}.")
 
 
-def prepare(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+def prepare(
+    name: str, data_dir: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, **options: Any
+) -> None:
     """Generates a data set that is made rather than collected: "lra/listops" or "lra/pathfinder".
 
     Args:
         name, data_dir: as of `load`.
+        progress: called with the parts done and all parts.
         options: of `listops.generate` or `pathfinder.generate`.
     """
-    from . import listops, lra, pathfinder
+    from . import lra
 
-    made: dict[str, tuple[Any, str]] = {
-        "lra/listops": (listops.generate, "listops-1000"),
-        "lra/pathfinder": (pathfinder.generate, "pathfinder32/curv_contour_length_14"),
-    }
-    if name not in made:
-        raise ValueError(
-            f"only {' and '.join(made)} are generated, got {name!r}{nearest(name, made)}. For any other set, load says "
-            "what to download."
-        )
-    generate, home = made[name]
-    accepted = inspect.getfullargspec(generate).kwonlyargs
+    accepted = generator_options(name)
     for option in options:
         if option not in accepted:
             raise ValueError(
                 f"{name} has no option {option!r}{nearest(option, accepted)}; accepted: {', '.join(accepted)}."
             )
-    generate(lra.release(store.root(data_dir)) / home, **options)
+    generate, home = _generators()[name]
+    generate(lra.release(store.root(data_dir)) / home, progress=progress, **options)
+
+
+def generator_options(name: str) -> list[str]:
+    """The options that `prepare` takes for a data set."""
+    made = _generators()
+    if name not in made:
+        raise ValueError(
+            f"only {' and '.join(made)} are generated, got {name!r}{nearest(name, made)}. For any other set, load says "
+            "what to download."
+        )
+    return [option for option in inspect.getfullargspec(made[name][0]).kwonlyargs if option != "progress"]
+
+
+def _generators() -> dict[str, tuple[Any, str]]:
+    """What generates a data set, and where in a release it lies."""
+    from . import listops, pathfinder
+
+    return {
+        "lra/listops": (listops.generate, "listops-1000"),
+        "lra/pathfinder": (pathfinder.generate, "pathfinder32/curv_contour_length_14"),
+    }
 
 
 def _loaders() -> dict[str, Any]:

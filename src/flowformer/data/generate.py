@@ -30,6 +30,11 @@ def claim(home: Path, parameters: Mapping[str, object]) -> None:
     replace(note, wanted.encode())
 
 
+def check_whole(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
 def check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive whole number, got {value!r}.")

@@ -6,6 +6,7 @@ number of processes.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .generate import Progress, check_positive, claim, replace, run
+from .generate import Progress, check_positive, check_whole, claim, replace, run
 from .store import DamagedDataError
 
 DIGITS = tuple("0123456789")
@@ -86,9 +87,13 @@ def generate(
     """
     sizes = SIZES if sizes is None else sizes
     if not isinstance(sizes, dict) or set(sizes) != set(SIZES):
-        raise ValueError(f"sizes must say how many rows {', '.join(SIZES)} have, got {sizes!r}.")
+        example = json.dumps({"train": 960, "val": 20, "test": 20})
+        raise ValueError(
+            f"sizes must say how many rows {', '.join(SIZES)} have, got {sizes!r}; accepted: such as {example}."
+        )
     for part, size in sizes.items():
         check_positive(f"sizes of {part}", size)
+    check_whole("seed", seed)
     claim(home, {"seed": seed, **sizes})
     if all((home / f"basic_{part}.tsv").exists() for part in sizes):
         return

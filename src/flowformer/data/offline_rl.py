@@ -9,8 +9,9 @@ Shapes: T steps of a window, S numbers of a state, A of an action.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from .splits import Columns, DataInfo, Item, Splits
 
 ENVIRONMENTS = ("halfcheetah", "hopper", "walker2d")
 QUALITIES = ("medium", "medium-replay", "medium-expert")
-RETURN_SCALE = 1000.0
+RETURN_SCALE = 1000.0  # what the paper divides returns by
 
 
 class Episode(NamedTuple):
@@ -103,7 +104,7 @@ def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> S
         "60 to 800 MB",
     )
     store.require(source, *paths)
-    episodes = [episode for path in paths for episode in _read_d4rl(path)]
+    episodes = [episode for path in paths for episode in read_d4rl(path)]
     differs = "" if version == "v2" else f"version {version} of the files, not D4RL's v2"
     return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window)
 
@@ -121,6 +122,7 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     store.require(source, home / "data")
     try:
         data = store.extra("minari", "rl").MinariDataset(home / "data")
+        _check_spaces(name, data.observation_space, data.action_space)
         episodes = [
             Episode(
                 np.asarray(episode.observations)[: len(episode)],
@@ -136,6 +138,15 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window)
 
 
+def _check_spaces(name: str, *spaces: Any) -> None:
+    for space in spaces:
+        if type(space).__name__ != "Box" or len(space.shape) != 1:
+            raise TypeError(
+                f"minari/{name} has {space}; accepted: observations and actions in a Box of one axis. For discrete "
+                "actions, train on flowformer.integrations.gymnasium.read_episodes, as docs/gymnasium.md does."
+            )
+
+
 def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int) -> Splits:
     train = Windows(episodes, window)
     info = DataInfo(
@@ -149,13 +160,21 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
     return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
 
 
-def _read_d4rl(path: Path) -> Iterator[Episode]:
-    """The episodes that end; steps after the last end are dropped."""
+def read_d4rl(source: Any) -> Iterator[Episode]:
+    """The episodes of a file of D4RL that end; steps after the last end are dropped.
+
+    Args:
+        source: the path of the file, or the file opened with h5py.
+    """
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
+    path = source if isinstance(source, Path) else source.filename
     try:
-        with store.extra("h5py", "rl").File(path) as file:
+        with store.extra("h5py", "rl").File(source) if isinstance(source, Path) else nullcontext(source) as file:
+            absent = [key for key in keys if key not in file]
+            if absent:
+                raise ValueError(f"it has no {', '.join(absent)}, but {', '.join(list(file)[:5]) or 'nothing'}.")
             states, actions, rewards, terminals, timeouts = (file[key][:] for key in keys)
-    except (OSError, KeyError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise store.DamagedDataError(f"{path} is damaged or not of D4RL: {error}") from error
     sizes = {len(values) for values in (states, actions, rewards, terminals, timeouts)}
     ends = np.flatnonzero(terminals.astype(bool) | timeouts.astype(bool)) + 1

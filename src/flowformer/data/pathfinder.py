@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import store
-from .generate import Progress, check_positive, claim, replace, run
+from .generate import Progress, check_positive, check_whole, claim, replace, run
 
 SIZE = 32
 IMAGES = 200_000
@@ -91,6 +91,7 @@ def generate(
         progress: called with the parts done and all parts.
     """
     check_positive("images", images)
+    check_whole("seed", seed)
     claim(home, {"seed": seed, "images": images})
     (home / "metadata").mkdir(exist_ok=True)
     parts = range(-(-images // IMAGES_PER_PART))

@@ -33,13 +33,16 @@ SIZES = {
 }
 
 
-def load(name: str, folder: Path, *, partial: bool = False, max_length: int | None = None) -> Splits:
+def load(
+    name: str, folder: Path, *, partial: bool = False, bundled: bool = True, max_length: int | None = None
+) -> Splits:
     """A set of the archive, from folder/uea/<name>/<name>_{TRAIN,TEST}.ts or from the few that aeon brings along.
 
     Args:
+        bundled: whether those that aeon brings along will do.
         max_length: longer series are cut; None cuts test series at the longest training series, as the paper's code.
     """
-    paths = _paths(name, folder)
+    paths = _paths(name, folder, bundled)
     (train, train_labels, classes), (test, test_labels, test_classes) = map(_read, paths)
     if classes != test_classes or train[0].shape[1] != test[0].shape[1]:
         raise store.DamagedDataError(
@@ -69,14 +72,14 @@ def load(name: str, folder: Path, *, partial: bool = False, max_length: int | No
     return Splits(cases(train, train_labels), None, cases(test, test_labels), info)
 
 
-def _paths(name: str, folder: Path) -> list[Path]:
+def _paths(name: str, folder: Path, bundled: bool) -> list[Path]:
     files = [f"{name}_{part}.ts" for part in ("TRAIN", "TEST")]
     local = folder / "uea" / name
-    spec = importlib.util.find_spec("aeon")
-    if spec is not None and spec.origin is not None and not local.exists():
-        bundled = Path(spec.origin).parent / "datasets" / "data" / name
-        if all((bundled / file).exists() for file in files):
-            return [bundled / file for file in files]
+    spec = importlib.util.find_spec("aeon") if bundled and not local.exists() else None
+    if spec is not None and spec.origin is not None:
+        brought = Path(spec.origin).parent / "datasets" / "data" / name
+        if all((brought / file).exists() for file in files):
+            return [brought / file for file in files]
     source = store.Source(
         f"UEA {name}{'' if name in SIZES else nearest(name, SIZES)}",
         f"Download https://www.timeseriesclassification.com/aeon-toolkit/{name}.zip and unpack it into {local}.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,6 +52,7 @@ class NetworkEstimator:
     def _prepare(self, X: Iterable[np.ndarray]) -> Series:
         """The training series, standardised; from here on all are standardised like them."""
         cases = [np.asarray(x, dtype=float) for x in X]
+        _check_finite(cases)
         self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
         self._n_jobs = check_n_jobs(self.n_jobs)
         return self._standardise(cases)
@@ -81,17 +83,30 @@ class NetworkEstimator:
         return torch.cat([model(*pad(series[i : i + self.batch_size], device)) for i in starts])
 
     def _standardise(self, X: Iterable[np.ndarray]) -> Series:
-        return [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
+        # in units of the training data and in float32, where a number of float64 may be infinite too
+        series = [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
+        _check_finite([each.T.numpy() for each in series])
+        return series
 
     def _device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        # torch raises AssertionError if it was built without CUDA
+        except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(
+                f'cannot compute on device={self.device!r}: {str(error).splitlines()[0]} Accepted: "auto" (a GPU if '
+                'there is one), "cpu", "cuda", "cuda:1" and so on, "mps".'
+            ) from error
+        return device
 
     def _check(self, *positive: str) -> None:
         for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 class _FlowformerEstimator(NetworkEstimator):
@@ -139,7 +154,9 @@ class _FlowformerEstimator(NetworkEstimator):
 
     def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
         """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
-        self._check("n_epochs", "batch_size", "patience")
+        self._check("embed_dim", "num_layers", "num_heads", "n_epochs", "batch_size", "patience")
+        if self.mlp_dim is not None:
+            self._check("mlp_dim")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
         series = self._prepare(X)
@@ -172,7 +189,7 @@ class _FlowformerEstimator(NetworkEstimator):
         """Run the epochs; with early stopping, leave the model as it was when the held-out loss was lowest."""
         train, validation = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-        steps = self.n_epochs * -(-len(train) // self.batch_size)
+        steps = int(self.n_epochs) * -(-len(train) // self.batch_size)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, total_steps=steps)
         self.loss_curve_: list[float] = []
         self.validation_loss_curve_: list[float] = []
@@ -192,8 +209,8 @@ class _FlowformerEstimator(NetworkEstimator):
             self.loss_curve_.append(total / len(train))
             if not np.isfinite(total):
                 raise ValueError(
-                    f"the loss became {total} in epoch {len(self.loss_curve_)}. Look for infinite values in X or "
-                    f"lower learning_rate, now {self.learning_rate:g}."
+                    f"the loss became {total} in epoch {len(self.loss_curve_)}. Lower learning_rate, now "
+                    f"{self.learning_rate:g}."
                 )
             if self.early_stopping:
                 outputs = self._outputs(model, [series[i] for i in validation])
@@ -347,6 +364,17 @@ class FlowformerRegressor(_FlowformerEstimator, BaseRegressor):
 
     def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
         return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
+
+
+def _check_finite(cases: Iterable[np.ndarray]) -> None:
+    """Cases (C, N) must be finite: an infinite step would decide the result of its whole series."""
+    for i, case in enumerate(cases):
+        if not np.isfinite(case).all():
+            channel, step = np.argwhere(~np.isfinite(case))[0]
+            raise ValueError(
+                f"X must be finite, also in float32 after standardisation, but case {i} has {case[channel, step]} in "
+                f"channel {channel} at step {step}. Replace it, or leave the case out."
+            )
 
 
 def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

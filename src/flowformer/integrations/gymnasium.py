@@ -1,24 +1,29 @@
-"""The Decision Flowformer in gymnasium: a policy for vector environments, its evaluation, and minari's episodes.
+"""The Decision Flowformer in gymnasium: a policy for environments, its evaluation, and recorded episodes.
 
 Shapes: B environments, T steps, S numbers of a state, A of an action, E episodes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..data.offline_rl import RETURN_SCALE, Episode, read_d4rl
 from ..models.decision import FlowformerDecision, RecurrentRollout, WindowRollout
 
 try:
     import numpy as np
+    from gymnasium import Env, Wrapper
     from gymnasium.envs.registration import EnvSpec
-    from gymnasium.spaces import Box, Space
+    from gymnasium.spaces import Box, Discrete, Space
     from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.wrappers import Autoreset
 except Exception as error:  # a broken package may raise anything
     raise ImportError("flowformer.integrations.gymnasium needs gymnasium: pip install 'flowformer[rl]'.") from error
 
@@ -28,11 +33,10 @@ REFERENCE_RETURNS = {
     "halfcheetah": (-280.178953, 12135.0),
     "walker2d": (1.629008, 4592.3),
 }
-RETURN_SCALE = 1000.0  # what the paper divides returns by
 
 
 class DecisionPolicy:
-    """Acts in vector environments, whatever their autoreset mode; each environment has a past of its own.
+    """Acts in an environment, or in a vector of them of any autoreset mode; each environment has a past of its own.
 
         policy.reset(envs)
         observations, _ = envs.reset()
@@ -41,6 +45,8 @@ class DecisionPolicy:
             policy.observe(rewards, terminations, truncations)
 
     With AutoresetMode.DISABLED, also reset the environments that have ended: `envs.reset(options={"reset_mask": …})`.
+    In a single environment, everything is without the axis of environments: an observation (S,), an action, a reward.
+    Observations are a Box of shape (S,); actions a Box of shape (A,), or Discrete(A) for a model of discrete actions.
 
     Args:
         model: in evaluation mode, unless its dropout is wanted.
@@ -81,31 +87,46 @@ class DecisionPolicy:
                     f"{name} must have shape {(model.config.state_dim,)}, got {getattr(self, name).shape}."
                 )
 
-    def reset(self, envs: VectorEnv) -> None:
-        """Begin anew in all of these environments, which need not be those of before."""
+    def reset(self, envs: VectorEnv | Env) -> None:
+        """Begin anew in this environment or all of these, which need not be those of before."""
         mode, config, weight = _autoreset_mode(envs), self.model.config, self.model.action_head.weight
-        _check_space(envs.single_observation_space, "state_dim", config.state_dim)
-        space = _check_space(envs.single_action_space, "action_dim", config.action_dim)
+        self._is_vector = isinstance(envs, VectorEnv)
+        if isinstance(envs, VectorEnv):
+            observation_space, action_space = envs.single_observation_space, envs.single_action_space
+        else:
+            observation_space, action_space = envs.observation_space, envs.action_space
+        _check_observations(observation_space, config.state_dim)
+        _check_actions(action_space, config.action_dim, config.discrete_actions)
         _check_length(envs.spec, config.max_timestep)
-        self._bounds = torch.as_tensor(space.low).to(weight), torch.as_tensor(space.high).to(weight)
-        self._dtype = space.dtype
-        self._rollout = self.model.new_rollout(envs.num_envs, window=self.window)
-        self._return_to_go = np.full(envs.num_envs, float(self.target_return))
+        self._action_space = action_space
+        if isinstance(action_space, Box):
+            self._bounds = torch.as_tensor(action_space.low).to(weight), torch.as_tensor(action_space.high).to(weight)
+        count = _count(envs)
+        self._rollout = self.model.new_rollout(count, window=self.window)
+        self._return_to_go = np.full(count, float(self.target_return))
         self._resets_next_step = mode is AutoresetMode.NEXT_STEP
-        self._resetting = np.zeros(envs.num_envs, dtype=bool)
+        self._resetting = np.zeros(count, dtype=bool)
 
     def act(self, observations: np.ndarray) -> np.ndarray:
-        """The actions (B, A) for observations (B, S), inside the bounds of the action space."""
+        """The actions for observations (B, S): (B, A) inside the bounds of the action space, or (B,) choices of it."""
         rollout = self._playing()
         weight = self.model.action_head.weight
+        observations = np.asarray(observations) if self._is_vector else np.asarray(observations)[None]
         state = torch.as_tensor((observations - self.state_mean) / self.state_std).to(weight)
         return_to_go = torch.as_tensor(self._return_to_go / self.return_scale).to(weight)
         action, rollout = self.model.act(return_to_go, state, rollout)
-        action = action.clamp(*self._bounds)
+        if isinstance(self._action_space, Discrete):
+            actions = action.cpu().numpy() + self._action_space.start
+        else:
+            action = action.clamp(*self._bounds)
+            actions = action.float().cpu().numpy()
         self._rollout = replace(rollout, action=action)
-        return action.float().cpu().numpy().astype(self._dtype)
+        actions = actions.astype(self._action_space.dtype)
+        return actions if self._is_vector else actions[0]
 
-    def observe(self, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray) -> np.ndarray:
+    def observe(
+        self, rewards: np.ndarray | float, terminations: np.ndarray | bool, truncations: np.ndarray | bool
+    ) -> np.ndarray:
         """Take in what a step brought; where an episode has ended, the past is forgotten and the target is asked anew.
 
         Args: (B,) each, as `envs.step` returns them.
@@ -114,7 +135,7 @@ class DecisionPolicy:
         is none. It brings the first observation of the next episode, ignores the action and has no reward.
         """
         rollout = self._playing()
-        ended = terminations | truncations
+        ended = np.atleast_1d(np.logical_or(terminations, truncations))
         played = ~self._resetting
         # at the end already, since the model may not count any further, and once more after the step that is none
         begins = ended | self._resetting
@@ -122,7 +143,7 @@ class DecisionPolicy:
         if begins.any():
             self._rollout = rollout.reset(torch.from_numpy(begins).to(rollout.timestep.device))
         self._resetting = ended & self._resets_next_step
-        return played
+        return played if self._is_vector else played[0]
 
     def _playing(self) -> RecurrentRollout | WindowRollout:
         if self._rollout is None:
@@ -144,14 +165,14 @@ class Evaluation:
         return normalised_score(self.environment, self.returns)
 
 
-def evaluate(policy: DecisionPolicy, envs: VectorEnv, episodes: int, *, seed: int | None = None) -> Evaluation:
+def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, seed: int | None = None) -> Evaluation:
     """Play a number of episodes, the model in evaluation mode.
 
     How many each environment plays is settled before: taking the first that end would prefer short ones. Returns,
     lengths and their order are the same in every autoreset mode.
 
     Args:
-        envs: of any autoreset mode; left open, in the midst of some episode.
+        envs: one environment, or a vector of them of any autoreset mode; left open, in the midst of some episode.
         seed: environment i is seeded with seed + i.
     """
     if episodes < 1:
@@ -164,23 +185,26 @@ def evaluate(policy: DecisionPolicy, envs: VectorEnv, episodes: int, *, seed: in
         policy.model.train(training)
 
 
-def _evaluate(policy: DecisionPolicy, envs: VectorEnv, episodes: int, seed: int | None) -> Evaluation:
+def _evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, seed: int | None) -> Evaluation:
     policy.reset(envs)
     observations, _ = envs.reset(seed=seed)
-    wanted = [len(range(row, episodes, envs.num_envs)) for row in range(envs.num_envs)]
+    count = _count(envs)
+    wanted = [len(range(row, episodes, count)) for row in range(count)]
     finished: list[list[tuple[float, int]]] = [[] for _ in wanted]
-    returns, lengths = np.zeros(envs.num_envs), np.zeros(envs.num_envs, dtype=int)
+    returns, lengths = np.zeros(count), np.zeros(count, dtype=int)
     while any(len(row) < number for row, number in zip(finished, wanted, strict=True)):
         observations, rewards, terminations, truncations, _ = envs.step(policy.act(observations))
+        rewards = np.asarray(rewards, dtype=float)
         played = policy.observe(rewards, terminations, truncations)
         returns += rewards
         lengths += played
-        ended = terminations | truncations
+        ended = np.atleast_1d(np.logical_or(terminations, truncations))
         for row in np.flatnonzero(ended):
             finished[row].append((float(returns[row]), int(lengths[row])))
         returns[ended], lengths[ended] = 0, 0
         if ended.any() and _autoreset_mode(envs) is AutoresetMode.DISABLED:
-            observations, _ = envs.reset(options={"reset_mask": ended})
+            options = {"reset_mask": ended} if isinstance(envs, VectorEnv) else None
+            observations, _ = envs.reset(options=options)
     counted = [episode for row, number in zip(finished, wanted, strict=True) for episode in row[:number]]
     name = "unknown" if envs.spec is None else envs.spec.id
     return Evaluation(name, *(np.array(part) for part in zip(*counted, strict=True)))
@@ -205,11 +229,11 @@ def normalised_score(environment: str, returns: np.ndarray) -> np.ndarray:
 
 
 class Trajectory(NamedTuple):
-    """An episode in the order of `FlowformerDecision.forward`, in float32."""
+    """An episode in the order of `FlowformerDecision.forward`, in float32; discrete actions in int64."""
 
     returns_to_go: Tensor  # (T,)
     states: Tensor  # (T, S)
-    actions: Tensor  # (T, A)
+    actions: Tensor  # (T, A), or (T,) choices, counted from 0
 
 
 class Recording(NamedTuple):
@@ -220,41 +244,79 @@ class Recording(NamedTuple):
     state_std: np.ndarray  # (S,)
 
 
-def read_episodes(episodes: Iterable[Any], *, return_scale: float = RETURN_SCALE) -> Recording:
-    """The recorded episodes of a minari dataset, as trajectories for `FlowformerDecision.loss`.
+def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_scale: float = RETURN_SCALE) -> Recording:
+    """Recorded episodes, as trajectories for `FlowformerDecision.loss`.
 
     Args:
-        episodes: a minari.MinariDataset, or any of its EpisodeData.
-        return_scale: what returns are divided by; they are not discounted.
+        episodes: a minari.MinariDataset or any of its EpisodeData; or a file of D4RL, its path or opened with h5py,
+            of which the steps after the last end of an episode are left out.
+        return_scale: what returns are divided by; they are not discounted. `DecisionPolicy` takes the same.
     """
-    recorded = list(episodes)
+    recorded = _recorded(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
-    for episode in recorded:
-        for name in ("observations", "actions"):
-            value = getattr(episode, name)
-            if getattr(value, "ndim", None) != 2:
-                raise TypeError(
-                    f"{name} must be arrays of shape (steps, numbers), got {type(value).__name__} of shape "
-                    f"{getattr(value, 'shape', None)}. Flatten them, as gymnasium.spaces.flatten does."
-                )
-    # an episode holds one observation more than actions: the last, in which nothing was done
-    states = [episode.observations[: len(episode.actions)] for episode in recorded]
-    together = np.concatenate(states).astype(np.float64)
+    # where the space of a minari dataset begins to count
+    start = getattr(getattr(episodes, "action_space", None), "start", 0)
+    together = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
     mean, std = together.mean(0), together.std(0) + 1e-6
     trajectories = []
-    for episode, state in zip(recorded, states, strict=True):
-        returns_to_go = np.cumsum(episode.rewards[::-1], dtype=np.float64)[::-1] / return_scale
-        parts = returns_to_go.copy(), (state - mean) / std, episode.actions
-        trajectories.append(Trajectory(*(torch.tensor(part, dtype=torch.float32) for part in parts)))
+    for states, actions, rewards, _ in recorded:
+        returns_to_go = np.cumsum(rewards[::-1], dtype=np.float64)[::-1] / return_scale
+        parts = torch.tensor(returns_to_go.copy()).float(), torch.tensor((states - mean) / std).float()
+        chosen = torch.tensor(actions - start).long() if actions.ndim == 1 else torch.tensor(actions).float()
+        trajectories.append(Trajectory(*parts, chosen))
     return Recording(trajectories, mean, std)
 
 
-def _autoreset_mode(envs: VectorEnv) -> AutoresetMode:
+def _recorded(episodes: Any) -> list[Episode]:
+    """The episodes of any source that `read_episodes` takes."""
+    if isinstance(episodes, (str, os.PathLike)):
+        path = Path(episodes).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no file {path}; accepted: a file of D4RL such as hopper_medium-v2.hdf5. For a dataset of "
+                "minari, pass minari.load_dataset(id)."
+            )
+        return list(read_d4rl(path))
+    if hasattr(episodes, "filename"):  # opened with h5py, which need not be installed
+        return list(read_d4rl(episodes))
+    recorded = []
+    for episode in episodes:
+        if not hasattr(episode, "observations"):
+            raise TypeError(
+                f"episodes must be those of minari, got {type(episode).__name__}; accepted: a minari.MinariDataset, "
+                "its EpisodeData, or a file of D4RL."
+            )
+        observations, actions = episode.observations, episode.actions
+        _check_recorded("observations", observations)
+        _check_recorded("actions", actions, discrete=True)
+        # an episode holds one observation more than actions: the last, in which nothing was done
+        recorded.append(Episode(observations[: len(actions)], actions, episode.rewards, False))
+    return recorded
+
+
+def _check_recorded(name: str, value: Any, discrete: bool = False) -> None:
+    numbers = isinstance(value, np.ndarray) and value.ndim == 2
+    choices = isinstance(value, np.ndarray) and value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+    if not numbers and not (discrete and choices):
+        accepted = "(steps, numbers), or (steps,) integers" if discrete else "(steps, numbers)"
+        raise TypeError(
+            f"{name} must be arrays of shape {accepted}, got {type(value).__name__} of shape "
+            f"{getattr(value, 'shape', None)}. Flatten them, as gymnasium.spaces.flatten does."
+        )
+
+
+def _count(envs: VectorEnv | Env) -> int:
+    return envs.num_envs if isinstance(envs, VectorEnv) else 1
+
+
+def _autoreset_mode(envs: VectorEnv | Env) -> AutoresetMode:
+    if isinstance(envs, Env):
+        return _mode_of_one(envs)
     if not isinstance(envs, VectorEnv):
         raise TypeError(
-            f"the policy acts in a gymnasium.vector.VectorEnv, got {type(envs).__name__}. Make one with "
-            "gymnasium.make_vec, or with gymnasium.vector.SyncVectorEnv([lambda: env])."
+            f"the policy acts in a gymnasium.Env or a gymnasium.vector.VectorEnv, got {type(envs).__name__}. Make one "
+            "with gymnasium.make or gymnasium.make_vec."
         )
     mode = envs.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
@@ -264,10 +326,31 @@ def _autoreset_mode(envs: VectorEnv) -> AutoresetMode:
     return mode
 
 
-def _check_space(space: Space, name: str, dim: int) -> Box:
+def _mode_of_one(env: Env) -> AutoresetMode:
+    """A single environment waits to be reset, unless it is wrapped to do so in the step after an end."""
+    while isinstance(env, Wrapper):
+        if isinstance(env, Autoreset):
+            return AutoresetMode.NEXT_STEP
+        env = env.env
+    return AutoresetMode.DISABLED
+
+
+def _check_observations(space: Space, dim: int) -> None:
     if not isinstance(space, Box) or space.shape != (dim,):
-        raise ValueError(f"a model with {name}={dim} needs a space Box of shape {(dim,)}, got {space}.")
-    return space
+        raise ValueError(
+            f"a model with state_dim={dim} needs observations in a Box of shape {(dim,)}, got {space}. "
+            "gymnasium.wrappers.FlattenObservation makes other spaces a Box."
+        )
+
+
+def _check_actions(space: Space, dim: int, discrete: bool) -> None:
+    if discrete:
+        fits, wanted = isinstance(space, Discrete) and space.n == dim, f"discrete actions needs Discrete({dim})"
+    else:
+        fits, wanted = isinstance(space, Box) and space.shape == (dim,), f"needs actions in a Box of shape {(dim,)}"
+    if not fits:
+        hint = "" if discrete else " For discrete actions, build the model with discrete_actions=True."
+        raise ValueError(f"a model with action_dim={dim} {wanted}, got {space}.{hint}")
 
 
 def _check_length(spec: EnvSpec | None, max_timestep: int) -> None:

@@ -29,11 +29,13 @@ class DecisionConfig:
     """A Decision Flowformer; the defaults are the paper's.
 
     Args:
-        state_dim, action_dim: S and A.
+        state_dim, action_dim: S and A; with discrete_actions, A is the number of choices.
         num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
         window: how many steps the paper trains on and looks back at; for rivals whose parameters depend on it.
         max_timestep: how many steps an episode may have.
         bounded_actions: whether actions lie in [-1, 1] and end in a tanh.
+        discrete_actions: whether an action is one of A choices, an integer from 0 to A - 1. The model then gives
+            logits, is trained by cross-entropy and takes the likeliest choice, whatever bounded_actions says.
         predict_all: also predict the next state and return, with heads that the paper has but does not train.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
@@ -50,6 +52,7 @@ class DecisionConfig:
     window: int = 20
     max_timestep: int = 1000
     bounded_actions: bool = True
+    discrete_actions: bool = False
     predict_all: bool = False
     dropout: float = 0.1
     attention: str = "flow"
@@ -69,7 +72,8 @@ PRESETS = {
 
 
 class Predictions(NamedTuple):
-    action: Tensor  # (B, T, A), of each step from its return, its state and what was before
+    # (B, T, A), of each step from its return, its state and what was before; logits of the choices if discrete
+    action: Tensor
     state: Tensor | None  # (B, T, S), of the step after; None unless config.predict_all
     return_to_go: Tensor | None  # (B, T), likewise
 
@@ -78,8 +82,8 @@ class Predictions(NamedTuple):
 class RecurrentRollout:
     """What `act` carries from step to step: everything seen, in a state of constant size.
 
-    `action` (B, A) is the action of the step before, and `timestep` (B,) counts the steps taken. To take another action
-    than the model's, put it in with dataclasses.replace(rollout, action=…).
+    `action`, (B, A) or (B,) choices, is the action of the step before, and `timestep` (B,) counts the steps taken. To
+    take another action than the model's, put it in with dataclasses.replace(rollout, action=…).
     """
 
     flow_states: list[FlowState]
@@ -122,6 +126,15 @@ class FlowformerDecision(FlowModel):
     >>> action, rollout = model.act(torch.ones(3), torch.randn(3, 4), rollout)
     >>> action.shape, rollout.timestep.tolist()
     (torch.Size([3, 2]), [1, 1, 1])
+
+    With discrete actions, which are choices from 0 to action_dim - 1:
+
+    >>> config = DecisionConfig(state_dim=4, action_dim=2, discrete_actions=True, embed_dim=16, num_heads=2)
+    >>> model = FlowformerDecision(config).eval()
+    >>> model(torch.zeros(3, 5), torch.randn(3, 5, 4), torch.randint(2, (3, 5))).action.shape  # logits
+    torch.Size([3, 5, 2])
+    >>> model.act(torch.ones(3), torch.randn(3, 4), model.new_rollout(3))[0].shape
+    torch.Size([3])
     """
 
     config_class = DecisionConfig
@@ -180,7 +193,7 @@ class FlowformerDecision(FlowModel):
 
         Args:
             returns_to_go: (B, T).
-            states, actions: (B, T, S) and (B, T, A).
+            states, actions: (B, T, S) and (B, T, A), or with discrete actions (B, T) integers.
             timesteps: (B, T) integers, the step of the episode; None counts from 0 at the first step that is there.
             mask: (B, T) bool, True = a step; padding on either side.
             return_maps: also return the flows of each layer, for 3 T tokens.
@@ -190,6 +203,8 @@ class FlowformerDecision(FlowModel):
         if return_maps:
             return self._with_maps(returns_to_go, states, actions, timesteps, mask)
         self._check(returns_to_go, states, actions, mask)
+        if self.config.discrete_actions and mask is not None:
+            actions = actions.masked_fill(~mask, 0)  # padding need not be a choice
         if timesteps is None:
             timesteps = token_positions(torch.ones_like(returns_to_go, dtype=torch.bool) if mask is None else mask)
         x = self._embed(returns_to_go, states, actions, timesteps.repeat_interleave(3, 1))
@@ -209,12 +224,20 @@ class FlowformerDecision(FlowModel):
         timesteps: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Mean squared error of the actions, over the steps that are there; 0 if there are none. Args: as `forward`."""
-        error = (self(returns_to_go, states, actions, timesteps, mask).action - actions).square()
+        """Mean squared error of the actions, or their cross-entropy if discrete, over the steps that are there.
+
+        0 if there are none. Args: as `forward`.
+        """
+        predicted = self(returns_to_go, states, actions, timesteps, mask).action
+        if self.config.discrete_actions:
+            target = actions.long() if mask is None else actions.long().masked_fill(~mask, 0)
+            error = F.cross_entropy(predicted.mT, target, reduction="none")[..., None]  # (B, T, 1)
+        else:
+            error = (predicted - actions).square()  # (B, T, A)
         if mask is None:
             return error.mean()
         total = error.masked_fill(~mask[..., None], 0).sum()
-        return total / (mask.sum() * self.config.action_dim).clamp_min(1)
+        return total / (mask.sum() * error.shape[-1]).clamp_min(1)
 
     def new_rollout(self, batch_size: int, *, window: int | None = None) -> RecurrentRollout | WindowRollout:
         """What `act` begins with, for `batch_size` episodes.
@@ -225,8 +248,9 @@ class FlowformerDecision(FlowModel):
                 full; from then on, a model trained on windows only has not learnt to use the longer past.
         """
         weight = self.action_head.weight
-        action = weight.new_zeros(batch_size, self.config.action_dim)
         timestep = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+        # choices are integers, other actions A numbers each
+        action = timestep if self.config.discrete_actions else weight.new_zeros(batch_size, self.config.action_dim)
         if window is None:
             if not is_flow(self.config.attention):
                 raise NotImplementedError(
@@ -239,7 +263,7 @@ class FlowformerDecision(FlowModel):
         trajectory = (
             weight.new_zeros(batch_size, window),
             weight.new_zeros(batch_size, window, self.config.state_dim),
-            weight.new_zeros(batch_size, window, self.config.action_dim),
+            action.new_zeros(batch_size, window, *action.shape[1:]),
         )
         mask = torch.zeros(batch_size, window, dtype=torch.bool, device=weight.device)
         return WindowRollout(trajectory, mask, action, timestep)
@@ -253,8 +277,8 @@ class FlowformerDecision(FlowModel):
             state: (B, S).
             rollout: of `new_rollout`, of the call before, or of its `reset`. It is not changed.
 
-        Returns: the actions (B, A) and the rollout for the next step. Dropout is on unless the model is in evaluation
-        mode.
+        Returns: the actions, (B, A) or (B,) choices, and the rollout for the next step. Dropout is on unless the model
+        is in evaluation mode.
         """
         batch = len(rollout.timestep)
         accepted = (batch,), (batch, self.config.state_dim)
@@ -275,7 +299,7 @@ class FlowformerDecision(FlowModel):
         x = self._embed(return_to_go, state, last_action, times).roll(1, 1)
         mask = F.pad((now > 0)[:, None], (0, 2), value=True)
         x, flow_states = self._decode(x, mask, rollout.flow_states)
-        action = self._action(x[:, -1])
+        action = self._chosen(self._action(x[:, -1]))
         return action, RecurrentRollout(flow_states, action, now + 1)
 
     def _act_window(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: WindowRollout):
@@ -290,11 +314,13 @@ class FlowformerDecision(FlowModel):
         mask = F.pad(rollout.mask[:, 1:], (0, 1), value=True)
         back = torch.arange(1 - mask.shape[1], 1, device=mask.device)
         timesteps = (rollout.timestep[:, None] + back).clamp_min(0)
-        action = self(*trajectory, timesteps, mask).action[:, -1]
+        action = self._chosen(self(*trajectory, timesteps, mask).action[:, -1])
         return action, WindowRollout(trajectory, mask, action, rollout.timestep + 1)
 
     def _embed(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, times: Tensor) -> Tensor:
         """The tokens (B, 3 T, W): return, state and action of each step, with the timestep (B, 3 T) of each token."""
+        if self.config.discrete_actions:
+            actions = self._one_hot(actions).to(states.dtype)
         tokens = [
             self.return_embedding(returns_to_go[..., None]),
             self.state_embedding(states),
@@ -302,6 +328,15 @@ class FlowformerDecision(FlowModel):
         ]
         x = self.timesteps(torch.stack(tokens, 2).flatten(1, 2), times)
         return self.dropout(self.embedding_norm(x))
+
+    def _one_hot(self, choices: Tensor) -> Tensor:
+        count = self.config.action_dim
+        # elsewhere the encoding itself fails, without making every step wait for the device
+        if choices.device.type == "cpu" and not torch.compiler.is_compiling() and choices.numel():
+            low, high = int(choices.min()), int(choices.max())
+            if low < 0 or high >= count:
+                raise ValueError(f"a model with {count} discrete actions takes 0 to {count - 1}, got {low} to {high}.")
+        return F.one_hot(choices.long(), count)
 
     def _decode(self, x: Tensor, mask: Tensor | None, flow_states: Sequence[FlowState] | None):
         """What the heads read, (B, 3 T, W), and with states the new ones."""
@@ -314,15 +349,25 @@ class FlowformerDecision(FlowModel):
 
     def _action(self, x: Tensor) -> Tensor:
         action = self.action_head(x)
-        return action.tanh() if self.config.bounded_actions else action
+        return action.tanh() if self.config.bounded_actions and not self.config.discrete_actions else action
+
+    def _chosen(self, predicted: Tensor) -> Tensor:
+        """The action to take, from what `_action` predicts."""
+        return predicted.argmax(-1) if self.config.discrete_actions else predicted
 
     def _check(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, mask: Tensor | None) -> None:
-        steps = tuple(returns_to_go.shape)
-        accepted = (*steps, self.config.state_dim), (*steps, self.config.action_dim)
-        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted:
+        steps, config = tuple(returns_to_go.shape), self.config
+        if config.discrete_actions:
+            action_shape, action = steps, "(B, T) integers"
+            right_kind = not actions.is_floating_point() and actions.dtype != torch.bool
+        else:
+            action_shape, action = (*steps, config.action_dim), f"(B, T, {config.action_dim})"
+            right_kind = True
+        accepted = (*steps, config.state_dim), action_shape
+        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted or not right_kind:
             raise ValueError(
-                f"returns, states and actions must be (B, T), (B, T, {self.config.state_dim}) and "
-                f"(B, T, {self.config.action_dim}), got {steps}, {tuple(states.shape)} and {tuple(actions.shape)}."
+                f"returns, states and actions must be (B, T), (B, T, {config.state_dim}) and {action}, got {steps}, "
+                f"{tuple(states.shape)} and {tuple(actions.shape)} {actions.dtype}."
             )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != steps):
             raise ValueError(f"the mask must be bool of shape {steps}, got {mask.dtype} {tuple(mask.shape)}.")

@@ -282,9 +282,9 @@ def _resolve(config: TrainConfig, key: str) -> str:
     short = {name.rsplit(".", 1)[-1] for name in known}
     part = key.rpartition(".")[0]
     accepted = [name for name in known if part and f".{name}".rpartition(".")[0].endswith(f".{part}")] or known
-    raise ValueError(
-        f"{config.recipe} has no key {key!r}{nearest(key, {*known, *short})}; accepted: {', '.join(accepted)}."
-    )
+    here = _ELSEWHERE.get(key.rpartition(".")[2])
+    hint = f" (did you mean {here!r}?)" if here in known else nearest(key, {*known, *short})
+    raise ValueError(f"{config.recipe} has no key {key!r}{hint}; accepted: {', '.join(accepted)}.")
 
 
 def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
@@ -337,5 +337,30 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
 
 
+# what other trainers call our keys
+_ELSEWHERE = {
+    "learning_rate": "optimiser.lr",
+    "max_lr": "optimiser.lr",
+    "wd": "optimiser.weight_decay",
+    "optim": "optimiser.name",
+    "optimizer": "optimiser.name",
+    "max_grad_norm": "optimiser.clip",
+    "grad_clip": "optimiser.clip",
+    "lr_scheduler_type": "schedule.name",
+    "warmup_steps": "schedule.warmup",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "n_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulate",
+    "eval_steps": "eval_every",
+    "logging_steps": "log_every",
+    "save_steps": "checkpoint_every",
+    "num_workers": "workers",
+    "bf16": "precision",
+    "fp16": "precision",
+    "hidden_size": "model.embed_dim",
+    "d_model": "model.embed_dim",
+}
 _BOOLEANS = {"true": True, "false": False}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

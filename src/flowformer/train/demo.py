@@ -30,6 +30,14 @@ def config(attention: str) -> TrainConfig:
     )
 
 
+def unused(folder: Path) -> Path:
+    """The folder if it is not there yet, else the first of folder-2, folder-3 and so on that is not."""
+    number, chosen = 2, folder
+    while chosen.exists():
+        number, chosen = number + 1, folder.with_name(f"{folder.name}-{number}")
+    return chosen
+
+
 def run(folder: Path, report: Callable[[str], Report]) -> dict[str, dict[str, Any]]:
     """Train with each attention into a folder of its own, and draw the competition that Flow-Attention has learned.
 
@@ -39,6 +47,8 @@ def run(folder: Path, report: Callable[[str], Report]) -> dict[str, dict[str, An
 
     Returns: the result of each attention.
     """
+    if any((folder / name).exists() for name in ATTENTIONS):
+        raise FileExistsError(f"{folder} has a demo already. Choose another folder.")
     splits = data.load("uea/JapaneseVowels")
     results = {name: train(config(name), folder / name, splits=splits, report=report(name)) for name in ATTENTIONS}
     draw_maps(folder / "flow", splits=splits).savefig(folder / FIGURE, dpi=110)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,7 +77,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str, Any]:
-    """Where a result comes from: data, hardware, versions, commit, command."""
+    """Where a result comes from: data, hardware, versions, commit, and the command as a shell takes it."""
     return {
         "data": info.name,
         "checksum": info.checksum,
@@ -89,7 +90,7 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "accelerate": accelerate.__version__,
         "flowformer": __version__,
         "commit": commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 

@@ -306,8 +306,15 @@ def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
         raise NotImplementedError(f"{run} has the scores of {rival}, but no model: fit it again with flowformer rival.")
     config = load(run / CONFIG)
     task = tasks.get(config.task)
-    chosen = type(task.build(config))
-    return config, task, chosen.from_pretrained(run / _one_of("model", model, ("final", "best")))
+    folder, trained = run / _one_of("model", model, ("final", "best")), type(task.build(config))
+    try:
+        return config, task, trained.from_pretrained(folder)
+    except FileNotFoundError as error:
+        written = "when the run ends" if model == "final" else "at the first evaluation"
+        raise FileNotFoundError(
+            f"{run} has no {model} model yet: it is written {written}. Go on with the run: flowformer train "
+            f"{config.recipe} with its overrides, --out {run} and --resume."
+        ) from error
 
 
 def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> str:

@@ -15,55 +15,71 @@ _NOT_SCORES = ("kind", "split", "step", "epoch", "model")
 
 
 def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """The loss and every score of runs over their updates.
+    """The loss and every score of runs over their updates; what no run has recorded gets no panel.
 
     Args:
         logs: the records of each run, by the name it has in the legend.
     """
-    scores = [
-        name
-        for name in dict.fromkeys(key for log in logs.values() for record in log for key in record)
-        if name not in _NOT_SCORES and any(r["kind"] == "eval" and name in r for log in logs.values() for r in log)
-    ]
-    figure = Figure(figsize=(4.2 * (1 + len(scores)), 3.2), layout="constrained")
-    panels = figure.subplots(1, 1 + len(scores), squeeze=False)[0]
-    for i, (name, log) in enumerate(logs.items()):
-        colour = f"C{i}"
-        updates = [record for record in log if record["kind"] == "train"]
-        panels[0].plot([r["step"] for r in updates], [r["loss"] for r in updates], color=colour, label=name)
-        for panel, score in zip(panels[1:], scores, strict=True):
-            found = [r for r in log if r["kind"] == "eval" and score in r and "model" not in r]
-            panel.plot([r["step"] for r in found], [r[score] for r in found], color=colour, marker=".", label=name)
-    for panel, title in zip(panels, ("training loss", *(f"evaluation {score}" for score in scores)), strict=True):
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("update")
-    panels[0].legend(fontsize=8)
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for name, log in logs.items():
+        for record in log:
+            if record["kind"] == "train":
+                panels["training loss"][name].append((record["step"], record["loss"]))
+            elif record["kind"] == "eval" and "model" not in record:
+                for score in record.keys() - _NOT_SCORES:
+                    panels[f"evaluation {score}"][name].append((record["step"], record[score]))
+    if not panels:
+        raise ValueError(f"{', '.join(logs)}: nothing is recorded yet, neither a loss nor an evaluation.")
+    figure = Figure(figsize=(4.2 * len(panels), 3.2 + 0.2 * len(logs)), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    colours = {name: f"C{i}" for i, name in enumerate(logs)}
+    titles = sorted(panels, key=lambda title: (title != "training loss", title))
+    for axis, title in zip(axes, titles, strict=True):
+        for name, points in panels[title].items():
+            marker = "." if title != "training loss" or len(points) == 1 else None
+            axis.plot(*zip(*points, strict=True), color=colours[name], marker=marker, label=name)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("update")
+    # a run may be in any of the panels
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside lower center")
     return figure
 
 
 def speed_curves(path: Path) -> Figure:
-    """Time over the length, from the CSV of a benchmark; a column a kind, forward above forward and backward."""
+    """Time over the length, from the CSV of a benchmark, forward above forward and backward.
+
+    A column for each kind of attention, shape, device and dtype: only the length differs along a line.
+    """
     steps = {"forward_ms": "forward, ms", "both_ms": "forward + backward, ms"}
-    times: dict[str, dict[str, list[tuple[int, dict]]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             length = re.search(r"N(\d+)", row["shape"])
             if length is None:
                 raise ValueError(f"{path} is no benchmark of attention: the shape {row['shape']!r} has no length.")
-            times[row["kind"]][row["contestant"]].append((int(length[1]), row))
+            others = " ".join(row["shape"].replace(length[0], " ").split())
+            column = f"{row['kind']}\n{_conditions(row, others)}"
+            for step in steps:
+                if row[step]:  # what did not fit into memory has no time
+                    times[column][step][row["contestant"]].append((int(length[1]), float(row[step])))
     if not times:
-        raise ValueError(f"{path} has no rows.")
-    figure = Figure(figsize=(5 * len(times), 6.4), layout="constrained")
+        raise ValueError(f"{path} has no rows with a time.")
+    figure = Figure(figsize=(5 * len(times), 6.8), layout="constrained")
     columns = figure.subplots(2, len(times), squeeze=False, sharex="col").T
-    for panels, (kind, contestants) in zip(columns, times.items(), strict=True):
+    for panels, (title, parts) in zip(columns, times.items(), strict=True):
         for panel, (step, label) in zip(panels, steps.items(), strict=True):
-            for name, points in contestants.items():
-                lengths, rows = zip(*sorted(points, key=lambda point: point[0]), strict=True)
-                panel.plot(lengths, [float(row[step]) for row in rows], marker=".", label=name)
-            panel.set(xscale="log", yscale="log", ylabel=label)
-        panels[0].set(title=kind)
-        panels[0].legend(fontsize=8)
-        panels[1].set(xlabel="tokens")
+            if not parts[step]:
+                panel.set_axis_off()
+                continue
+            for name, points in parts[step].items():
+                panel.plot(*zip(*sorted(points), strict=True), marker=".", label=name)
+            panel.set(xscale="log", yscale="log", ylabel=label, xlabel="tokens")
+            panel.tick_params(axis="x", labelbottom=True)  # the panel below may be empty
+            panel.legend(fontsize=8)
+        panels[0].set_title(title, fontsize=10)
     return figure
 
 
@@ -83,29 +99,47 @@ def speed_bars(path: Path) -> Figure:
         return float(cells.get((mode, length, name), {}).get(column) or 0)
 
     names.sort(key=lambda name: number(modes[-1], lengths[-1], name, "steps_per_second"))
-    size = 1.5 + 2.6 * len(lengths), 0.8 + 0.2 * len(modes) * (2 + len(names))
+    size = 1.5 + 2.6 * len(lengths), 1.1 + 0.2 * len(modes) * (2 + len(names))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(modes), len(lengths), squeeze=False, sharey=True)
     for mode, line in zip(modes, panels, strict=True):
         for length, panel in zip(lengths, line, strict=True):
+            if not any((mode, length, name) in cells for name in names):
+                panel.set_axis_off()
+                continue
             speeds = [number(mode, length, name, "steps_per_second") for name in names]
             colours = ["C1" if name == "flow" else "C7" if name == "softmax" else "C0" for name in names]
             panel.barh(names, speeds, color=colours)
             softmax = number(mode, length, "softmax", "steps_per_second")
             if softmax:
-                panel.axvline(softmax, color="C7", linestyle="--", linewidth=1)
+                panel.axvline(softmax, color="C7", linestyle="--", linewidth=1, label="softmax attention")
             for i, name in enumerate(names):
                 row = cells.get((mode, length, name))
                 if row is not None and row["status"] != "ok":
                     panel.text(0, i, f" {row['status'].partition(':')[0]}", va="center", fontsize=7)
                 if softmax and (ratio := number(mode, length, name, "paper_ratio")):
-                    panel.plot(ratio * softmax, i, "kd", markersize=3)
+                    panel.plot(ratio * softmax, i, "kd", markersize=3, label="where the paper's ratio to it lies")
             panel.set_title(f"{mode}, {int(length):,} tokens", fontsize=9)
+            panel.set_xlabel("steps per second", fontsize=8)
             panel.tick_params(labelsize=8)
-    for panel in panels[-1]:
-        panel.set_xlabel("steps per second", fontsize=8)
-    figure.suptitle("dashed: softmax attention; diamond: where the paper's ratio to it lies", fontsize=9)
+    handles = {
+        label: handle for panel in panels.flat for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=2, loc="outside lower center")
+    conditions = dict.fromkeys(_conditions(row, f"batch {row['batch']}" if row.get("batch") else "") for row in rows)
+    figure.suptitle("; ".join(conditions), fontsize=9)
     return figure
+
+
+def _conditions(row: Mapping[str, str], shape: str) -> str:
+    """Under what a row was measured: device, dtype and shape, as far as the row says so."""
+    compiled = "compiled" if row.get("compiled") == "True" else ""
+    return ", ".join(filter(None, (row.get("device"), row.get("dtype"), compiled, shape)))
+
+
+_CURVES = ("kind", "contestant", "shape", "forward_ms", "both_ms")
+_BARS = ("attention", "length", "mode", "status", "steps_per_second")
 
 
 def speed_figure(path: Path) -> Figure:
@@ -114,9 +148,12 @@ def speed_figure(path: Path) -> Figure:
         raise FileNotFoundError(f"there is no {path}; accepted: the CSV that a benchmark wrote with --csv or --out.")
     with path.open(newline="") as file:
         columns = next(csv.reader(file), [])
-    if "steps_per_second" in columns:
+    if set(_BARS) <= set(columns):
         return speed_bars(path)
-    missing = {"kind", "contestant", "shape", "forward_ms", "both_ms"}.difference(columns)
+    missing = [column for column in _CURVES if column not in columns]
     if missing:
-        raise ValueError(f"{path} is no benchmark's CSV: it lacks {', '.join(sorted(missing))}.")
+        raise ValueError(
+            f"{path} is no benchmark's CSV: it lacks {', '.join(missing)}. Accepted: what flowformer bench attention "
+            "wrote with --csv, or flowformer bench lra with --out."
+        )
     return speed_curves(path)

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from matplotlib.artist import Artist
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models import FlowformerDeiT, FlowformerTimeSeries, FlowformerVision
+from ..ops import FlowMaps
 
 
 @torch.no_grad()
@@ -27,6 +31,8 @@ def over_time(
 ) -> Figure:
     """Time series, and below each how its steps compete as sources and what they take as sinks.
 
+    Competition has its scale on the left and allocation on the right, each the same in all panels.
+
     Args:
         series: (B, N, C), a panel each.
         mask: (B, N) bool, True = takes part.
@@ -34,34 +40,44 @@ def over_time(
         layer: whose maps; the mean over the heads is drawn, and how far the heads are apart.
         columns: panels side by side.
     """
-    maps = model.eval()(series, mask, return_maps=True)[1][layer]
-    lengths = [series.shape[1]] * len(series) if mask is None else mask.sum(1).tolist()
+    maps, source = _maps_of(model.eval()(series, mask, return_maps=True)[1], layer)
+    present = torch.ones(series.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
+    columns = min(columns, len(series))
     rows = -(-len(series) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.6), layout="constrained")
+    figure.suptitle(source, fontsize=10)
     panels = figure.subplots(
         2 * rows, columns, squeeze=False, sharex="col", gridspec_kw={"height_ratios": [2, 1.4] * rows}
     )
+    scales = [_range(values, present) for values in (maps.competition, maps.allocation)]
+    handles: dict[str, Artist] = {}
     for i in range(rows * columns):
         above, below = panels[2 * (i // columns), i % columns], panels[2 * (i // columns) + 1, i % columns]
-        if i >= len(series):
+        if i >= len(series) or not present[i].any():
             above.set_axis_off()
             below.set_axis_off()
             continue
-        steps = range(int(lengths[i]))
-        above.plot(steps, series[i, : lengths[i]].cpu().numpy(), linewidth=0.8, alpha=0.7)
+        steps = range(int(present[i].sum()))
+        above.plot(steps, series[i].cpu()[present[i]].numpy(), linewidth=0.8, alpha=0.7)
         above.set_title("" if titles is None else titles[i], fontsize=10)
-        allocation = below.twinx()
-        for axis, values, colour in (
-            (below, maps.competition[i, :, : lengths[i]], "tab:red"),
-            (allocation, maps.allocation[i, :, : lengths[i]], "tab:blue"),
+        for axis, name, side, values, scale, colour in (
+            (below, "competition", "left", maps.competition[i], scales[0], "tab:red"),
+            (below.twinx(), "allocation", "right", maps.allocation[i], scales[1], "tab:blue"),
         ):
-            values = values.float().cpu()  # (H, N)
-            axis.plot(steps, values.mean(0).numpy(), color=colour)
-            axis.fill_between(steps, values.amin(0).numpy(), values.amax(0).numpy(), color=colour, alpha=0.15)
+            values = values.float().cpu()[:, present[i]]  # (H, N)
+            heads = len(values)
+            mean = f"{name} ({side} scale)" + (f", mean of {heads} heads" if heads > 1 else "")
+            (handles[mean],) = axis.plot(steps, values.mean(0).numpy(), color=colour)
+            if heads > 1:
+                low, high = values.amin(0).numpy(), values.amax(0).numpy()
+                band = axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+                handles[f"{name}, lowest to highest head"] = band
+            axis.set_ylim(scale)
             axis.tick_params(axis="y", labelcolor=colour, labelsize=7)
-        below.set_ylabel("competition", color="tab:red", fontsize=8)
-        allocation.set_ylabel("allocation", color="tab:blue", fontsize=8)
+            axis.set_ylabel(name, color=colour, fontsize=8)
         below.set_xlabel("step", fontsize=8)
+        below.tick_params(axis="x", labelbottom=True, labelsize=7)  # the last row of a column may be empty
+    figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=2, loc="outside lower center")
     return figure
 
 
@@ -80,28 +96,52 @@ def over_images(
         images: (B, 3, Y, X), as the model takes them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
         titles: one an image.
-        layer: whose maps; the mean over the heads is drawn.
+        layer: whose maps; the mean over the heads is drawn, on one scale for all images, shown below.
     """
-    maps = model.eval()(images, return_maps=True)[1][layer]
-    figure = Figure(figsize=(6.3, 2.1 * len(images)), layout="constrained")
+    maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)
+    figure = Figure(figsize=(6.3, 2.1 * len(images) + 0.9), layout="constrained")
+    figure.suptitle(source, fontsize=10)
     panels = figure.subplots(len(images), 3, squeeze=False)
     height, width = images.shape[2:]
     for i, row in enumerate(panels):
-        picture = shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy()
-        for panel, values, name in zip(
-            row, (None, maps.competition[i], maps.allocation[i]), ("", "competition", "allocation"), strict=True
-        ):
-            panel.imshow(picture)
+        for panel in row:
+            panel.imshow(shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy())
             panel.set_axis_off()
-            panel.set_title(name if values is not None or titles is None else titles[i], fontsize=9)
-            if values is None:
-                continue
-            mean = values.float().mean(0)
-            rows, columns, leading = _grid(len(mean), height, width)
-            grid = mean[leading:].reshape(1, 1, rows, columns).cpu()
-            smooth = F.interpolate(grid, (height, width), mode="bilinear")[0, 0].numpy()
-            panel.imshow(smooth, cmap="inferno", alpha=0.6)
+        row[0].set_title("" if titles is None else titles[i], fontsize=9)
+    for column, (name, values) in enumerate((("competition", maps.competition), ("allocation", maps.allocation)), 1):
+        means = values.float().mean(1).cpu()  # (B, N)
+        rows, columns, leading = _grid(means.shape[1], height, width)
+        grids = means[:, leading:].reshape(len(means), 1, rows, columns)
+        scale = Normalize(float(grids.min()), float(grids.max()))
+        for panel, grid in zip(panels[:, column], grids, strict=True):
+            smooth = F.interpolate(grid[None], (height, width), mode="bilinear")[0, 0].numpy()
+            panel.imshow(smooth, cmap="inferno", norm=scale, alpha=0.6)
+            panel.set_title(name, fontsize=9)
+        bar = figure.colorbar(
+            ScalarMappable(scale, "inferno"), ax=panels[:, column], location="bottom", alpha=0.6, shrink=0.9
+        )
+        bar.set_label(f"{name}, mean of the heads", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+        bar.ax.locator_params(nbins=4)
     return figure
+
+
+def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
+    """The maps of a layer, and in words which these are."""
+    if not -len(maps) <= layer < len(maps):
+        raise ValueError(
+            f"the model has {len(maps)} layers; accepted: from {-len(maps)} to {len(maps) - 1}, got {layer}."
+        )
+    heads = maps[layer].competition.shape[1]
+    return maps[layer], f"layer {layer % len(maps) + 1} of {len(maps)}, {heads} head{'s' if heads > 1 else ''}"
+
+
+def _range(values: Tensor, present: Tensor) -> tuple[float, float]:
+    """Lowest and highest of (B, H, N) where steps are present, (B, N), and some room around them."""
+    there = values.float().cpu().movedim(1, 2)[present]  # (steps, H)
+    low, high = float(there.min()), float(there.max())
+    room = 0.05 * (high - low) or 0.5
+    return low - room, high + room
 
 
 def _grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
