@@ -351,7 +351,7 @@ class TestRotary:
     def test_is_a_rotation_before_the_op(self):
         module, x = self.build(), torch.randn(2, 7, 12, dtype=torch.float64)
         q, k, v = (getattr(module, f"{name}_proj")(x).unflatten(-1, (3, 4)).transpose(1, 2) for name in ("q", "k", "v"))
-        angle = torch.arange(7.0, dtype=torch.float64)[:, None] / 50.0 ** (torch.arange(2) / 2)
+        angle = torch.arange(7.0, dtype=torch.float64)[:, None] / 50.0 ** torch.tensor([0, 0.5], dtype=torch.float64)
         turn = torch.polar(torch.ones_like(angle), angle)
         q, k = (torch.complex(*y.chunk(2, -1)) * turn for y in (q, k))
         q, k = (torch.cat([y.real, y.imag], -1) for y in (q, k))

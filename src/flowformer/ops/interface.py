@@ -85,9 +85,18 @@ def _nested_attention(query, key, value, masks, is_causal: bool, **options) -> T
     check_same_lengths(sources, values, "key and value")
     if is_causal:
         check_same_lengths(sinks, sources, "query and key of causal attention")
-    lengths = sinks.cu_seqlens, sources.cu_seqlens, sinks.max_seqlen, sources.max_seqlen
-    tokens = sinks.tokens, sources.tokens, values.tokens  # (T, H, D)
-    return sinks.nested(flow_attention_varlen(*tokens, *lengths, is_causal=is_causal, **options)).transpose(1, 2)
+    result = flow_attention_varlen(
+        sinks.tokens,
+        sources.tokens,
+        values.tokens,
+        sinks.cu_seqlens,
+        sources.cu_seqlens,
+        sinks.max_seqlen,
+        sources.max_seqlen,
+        is_causal=is_causal,
+        **options,
+    )
+    return sinks.nested(result).transpose(1, 2)
 
 
 def flow_attention_recurrent(

@@ -14,6 +14,6 @@ except Exception as error:  # a torchvision built for another torch raises Runti
     ) from error
 
 from .attention import FlowAttention
-from .models import TimmFlowDeiT, TimmFlowformer
+from .flowformer import TimmFlowDeiT, TimmFlowformer
 
 __all__ = ["FlowAttention", "TimmFlowDeiT", "TimmFlowformer"]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from timm.layers import resample_patch_embed
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models.vision import FlowformerVision
 
 if TYPE_CHECKING:
-    from .models import _TimmModel
+    from .flowformer import _TimmModel
 
 # timm's names of the parts of a block
 _PARTS = {
@@ -72,9 +72,9 @@ def _deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tensor]:
-    ours = model.patch_embed[0].weight
+    ours = cast(nn.Conv2d, model.patch_embed[0]).weight
     patches = weights["patch_embed.proj.weight"]
-    if patches.shape[:2] != ours.shape[:2]:  # type: ignore[index]
+    if patches.shape[:2] != ours.shape[:2]:
         raise ValueError(
             f"the stem of the model has {tuple(ours.shape[:2])} channels out and in, and these weights "
             f"{tuple(patches.shape[:2])}. Build it with channels=({patches.shape[0]}, …), in_chans={patches.shape[1]}."
