@@ -100,38 +100,143 @@ def test_models_are_those_of_this_package(name, model_class, config_class):
     assert len(maps) == 3
 
 
+@pytest.mark.parametrize("through", ["state dict", "file"])
 @torch.no_grad()
-def test_deit_is_timms_with_flow_attention():
+def test_deit_is_timms_with_flow_attention(through, tmp_path):
     options = {"patch_size": 8, "embed_dim": 12, "num_heads": 3, "num_classes": 7}
     theirs = timm.create_model(
         "deit_tiny_patch16_224", img_size=32, depth=3, attn_layer=FlowAttention, **options
     ).double()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    weights = {
-        "class_token": theirs.cls_token[0, 0],
-        "positions.weight": theirs.pos_embed[0],
-        **{f"patch_embed.{key}": value for key, value in theirs.patch_embed.proj.state_dict().items()},
-    }
-    for part in ("norm", "head"):
-        weights |= {f"{part}.{key}": value for key, value in getattr(theirs, part).state_dict().items()}
-    parts = {"norm1": "attention_norm", "norm2": "mlp_norm", "attn.proj": "attention.out_proj"}
-    parts |= {"mlp.fc1": "mlp.linear1", "mlp.fc2": "mlp.linear2"}
-    for i, block in enumerate(theirs.blocks):
-        for key, value in block.state_dict().items():
-            part, _, kind = key.rpartition(".")
-            if part == "attn.qkv":
-                for head, chunk in zip("qkv", value.chunk(3), strict=True):
-                    weights[f"layers.{i}.attention.{head}_proj.{kind}"] = chunk
-            else:
-                weights[f"layers.{i}.{parts[part]}.{kind}"] = value
-    model = small("deit_tiny_flow_patch16_224", num_classes=7)
-    model.load_state_dict(weights, strict=True)
+    if through == "file":
+        torch.save(theirs.state_dict(), tmp_path / "deit.pth")
+        model = timm.create_model(
+            "deit_tiny_flow_patch16_224",
+            num_classes=7,
+            dtype=torch.float64,
+            checkpoint_path=tmp_path / "deit.pth",
+            **SMALL["deit_tiny_flow_patch16_224"],
+        ).eval()
+    else:
+        model = small("deit_tiny_flow_patch16_224", num_classes=7)
+        model.load_state_dict(theirs.state_dict(), strict=True)
     x = images()
     torch.testing.assert_close(model(x), theirs.eval()(x), rtol=1e-10, atol=1e-10)
     options = {"indices": [0, 2], "norm": True, "return_prefix_tokens": True}
     found, expected = model.forward_intermediates(x, **options), theirs.forward_intermediates(x, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_timms_weights_of_another_size_and_head(tmp_path):
+    """As timm loads them: a file for a model with other classes, channels and image size."""
+    options = {"patch_size": 8, "embed_dim": 12, "num_heads": 3, "depth": 3}
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=1000, **options)
+    torch.save(theirs.state_dict(), tmp_path / "vit.pth")
+    model = timm.create_model(
+        "deit_tiny_flow_patch16_224",
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(tmp_path / "vit.pth")},
+        num_classes=3,
+        in_chans=1,
+        img_size=(48, 64),
+        **options,
+    )
+    assert torch.equal(model.class_token, theirs.cls_token[0, 0])
+    assert torch.equal(model.layers[2].mlp.linear1.weight, theirs.blocks[2].mlp.fc1.weight)
+    torch.testing.assert_close(model.patch_embed.weight, theirs.patch_embed.proj.weight.sum(1, keepdim=True))
+    assert model.positions.weight.shape == (1 + 6 * 8, 12)
+    assert torch.equal(model.positions.weight[0], theirs.pos_embed[0, 0])
+    assert model(torch.randn(2, 1, 48, 64)).shape == (2, 3)
+
+
+@torch.no_grad()
+def test_what_has_no_place_is_not_dropped():
+    theirs = timm.create_model("deit3_small_patch16_224", img_size=32, patch_size=8, embed_dim=12, num_heads=3, depth=3)
+    with pytest.raises(RuntimeError, match=r"blocks.0.ls1.gamma"):
+        small("deit_tiny_flow_patch16_224").load_state_dict(theirs.state_dict())
+
+
+@torch.no_grad()
+def test_the_stem_of_the_hierarchical_model_takes_timms_patches():
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=8, num_heads=2, depth=1)
+    model = small("flowformer_patch2_32").float()
+    head = model.head.weight.clone()
+    result = model.load_state_dict(theirs.state_dict(), strict=False)
+    assert {"norm.weight", "head.weight", "stages.0.0.mlp_norm.weight", "patch_embed.1.weight"} <= set(
+        result.missing_keys
+    )
+    assert not any(name.startswith(("patch_embed.0", "positions")) for name in result.missing_keys)
+    assert all(name.startswith("blocks.") for name in result.unexpected_keys)
+    expected = timm.layers.resample_patch_embed(theirs.patch_embed.proj.weight, [2, 2])
+    assert torch.equal(model.patch_embed[0].weight, expected)
+    table = model.positions.interpolated(theirs.pos_embed[0, 1:], (4, 4), (8, 8))
+    assert torch.equal(model.positions.weight, table)
+    assert torch.equal(model.head.weight, head)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(theirs.state_dict())
+    wide = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=12, num_heads=2, depth=1)
+    with pytest.raises(ValueError, match=r"\(8, 3\) channels out and in.*channels=\(12, …\)"):
+        model.load_state_dict(wide.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("size", [48, (16, 48)], ids=str)
+@BOTH
+@torch.no_grad()
+def test_another_image_size_changes_the_table_and_not_the_result(name, size):
+    model, other = small(name), small(name, image_size=size)
+    rows, columns = (size, size) if isinstance(size, int) else size
+    x = images(2, rows, columns)
+    expected, weights = model(x), model.state_dict()
+    other.load_state_dict(weights, strict=True)
+    torch.testing.assert_close(other(x), expected, rtol=1e-11, atol=1e-11)
+    nested = nn.ModuleDict({"inner": small(name, image_size=size)})
+    nested.load_state_dict({f"inner.{key}": value for key, value in weights.items()}, strict=True)
+    torch.testing.assert_close(nested["inner"](x), expected, rtol=1e-11, atol=1e-11)
+    model.set_input_size(img_size=size)
+    torch.testing.assert_close(model(x), expected, rtol=1e-11, atol=1e-11)
+    assert model.config == other.config
+    assert model.positions.weight.shape == other.positions.weight.shape
+    torch.testing.assert_close(model.positions.weight, other.positions.weight, rtol=1e-11, atol=1e-11)
+
+
+@BOTH
+def test_patches_keep_their_size(name):
+    model = small(name)
+    side = model.config.patch_size
+    model.set_input_size(patch_size=(side, side))
+    with pytest.raises(NotImplementedError, match=f"{side} × {side} pixels, got patch_size 5"):
+        model.set_input_size(patch_size=5)
+    with pytest.raises(ValueError, match="positive multiple"):
+        model.set_input_size(img_size=(33, 32))
+    assert model.positions.weight.requires_grad
+
+
+@BOTH
+@torch.no_grad()
+def test_images_need_not_be_square(name, tmp_path):
+    sizes = {key: value for key, value in SMALL[name].items() if key != "image_size"}
+    model = timm.create_model(name, img_size=[16, 48], dtype=torch.float64, **sizes).eval()
+    assert model.config.grid == (16 // model.config.patch_size, 48 // model.config.patch_size)
+    x = images(2, 16, 48)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config == model.config
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
+@BOTH
+@torch.no_grad()
+def test_intermediate_layers_by_dinos_name(name):
+    model, x = small(name), images()
+    maps = model.forward_intermediates(x, [0, 1], norm=True, intermediates_only=True)
+    found = model.get_intermediate_layers(x, [0, 1], reshape=True, norm=True)
+    torch.testing.assert_close(found, maps, rtol=0, atol=0)
+    (last,) = model.get_intermediate_layers(x, return_prefix_tokens=True)
+    last = last[0] if isinstance(last, tuple) else last
+    expected = model.forward_intermediates(x, 1, intermediates_only=True, output_fmt="NLC")
+    torch.testing.assert_close([last], expected, rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -319,8 +424,8 @@ def test_arguments_have_timms_names(name):
     assert (config.in_channels, config.num_classes, config.dropout, config.drop_path) == (1, 4, 0.2, 0.3)
     assert (config.image_size, config.attention, model.head_drop.p) == (48, "softmax", 0.1)
     assert model(torch.randn(1, 1, 48, 48, dtype=torch.float64)).shape == (1, 4)
-    with pytest.raises(ValueError, match=r"img_size must be one number or two equal ones, got \(32, 64\)"):
-        timm.create_model(name, img_size=(32, 64))
+    with pytest.raises(ValueError, match=r"positive multiple of .* pixels, got \(32, 33\)"):
+        timm.create_model(name, img_size=(32, 33))
     with pytest.raises(ValueError, match=r"has no 'patch_sizes'.*patch_size"):
         timm.create_model(name, patch_sizes=4)
 

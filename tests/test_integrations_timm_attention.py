@@ -8,11 +8,12 @@ import pytest
 import timm
 import torch
 from helpers import VARIANTS, oracle, randomized
+from timm.data.naflex_transforms import patchify_image
 from timm.layers import set_exportable, set_fused_attn
 from torch import nn
 
-import flowformer.integrations.timm as integration
 from flowformer.integrations.timm import FlowAttention
+from flowformer.integrations.timm import attention as integration
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +82,92 @@ def test_masked_tokens_take_part_in_nothing():
     torch.testing.assert_close(one_for_all[0, mask[1]], module(x[:1, mask[1]])[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("left_out", [False, -torch.inf, -1e9, torch.finfo(torch.float32).min], ids=str)
+@pytest.mark.parametrize("pairs", [False, True])
+@torch.no_grad()
+def test_masks_of_pairs_and_masks_to_add_are_masks_of_tokens(left_out, pairs):
+    module, x = attention(), torch.randn(2, 5, 12, dtype=torch.float64)
+    tokens = torch.tensor([[True] * 5, [True, True, False, True, False]])
+    expected = module(x, attn_mask=tokens[:, None, None])
+    mask = (tokens[:, :, None] & tokens[:, None])[:, None] if pairs else tokens[:, None, None]
+    if left_out is not False:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, left_out)
+    torch.testing.assert_close(module(x, attn_mask=mask), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "mask",
-    [torch.ones(2, 1, 5, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 1, 1, 5)],
-    ids=["pairs", "two dimensions", "additive"],
+    [
+        torch.ones(2, 1, 5, 5, dtype=torch.bool).tril(),
+        torch.ones(2, 3, 5, 5, dtype=torch.bool),
+        torch.ones(2, 5, dtype=torch.bool),
+        torch.full((2, 1, 1, 5), -1.0),
+    ],
+    ids=["causal", "heads", "two dimensions", "bias"],
 )
 def test_masks_without_a_linear_form_are_refused(mask):
-    with pytest.raises(NotImplementedError, match=r"no matrix of weights.*accepted: bool of shape \(2, 1, 1, 5\)"):
+    with pytest.raises(NotImplementedError, match=r"no matrix of weights.*a mask of tokens, of shape \(2, 1,"):
         attention()(torch.randn(2, 5, 12, dtype=torch.float64), attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("swin_tiny_patch4_window7_224", {}),
+        ("caformer_s18", {}),
+        ("vit_base_patch16_xp_224", {}),
+        ("naflexvit_base_patch16_gap", {"rope_type": "axial"}),
+    ],
+)
+def test_models_that_would_run_their_own_attention_are_refused(name, options):
+    with torch.device("meta"), pytest.raises(NotImplementedError, match=rf"{name} does not take.*docs/timm.md"):
+        timm.models.create_model(name, attn_layer=FlowAttention, **options)
+    with torch.device("meta"):
+        assert timm.create_model(name, **options)
+
+
+@pytest.mark.parametrize("name", ["eca_resnet33ts", "mobilevit_s", "eca_nfnet_l0"])
+def test_channel_attention_is_refused(name):
+    with torch.device("meta"), pytest.raises(TypeError, match="weighs the channels of a ConvNet"):
+        timm.create_model(name, attn_layer=FlowAttention)
+
+
+def test_other_attention_classes_are_left_alone():
+    assert not any(isinstance(module, FlowAttention) for module in small_vit(attn_layer="attn").modules())
+
+
+@pytest.mark.parametrize("key_only", [False, True])
+@torch.no_grad()
+def test_naflex_vit(key_only):
+    """Images of unequal size, as patches: padded ones equal each alone, and all patches valid equal no mask."""
+    model = timm.create_model(
+        "naflexvit_base_patch16_gap",
+        attn_layer=FlowAttention,
+        depth=2,
+        embed_dim=24,
+        num_heads=3,
+        num_classes=5,
+        patch_size=4,
+        use_key_only_attn_mask=key_only,
+    )
+    model = randomized(model, 0.3)
+    images = torch.randn(2, 3, 12, 16, dtype=torch.float64)
+    patches = torch.stack([patchify_image(image, (4, 4))[0] for image in images])
+    coordinates = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij"), -1).flatten(0, 1)
+    coordinates, valid = coordinates.expand(2, -1, -1).clone(), torch.ones(2, 12, dtype=torch.bool)
+
+    def run(patches, coordinates, valid):
+        return model({"patches": patches, "patch_coord": coordinates, "patch_valid": valid})
+
+    whole = run(patches, coordinates, valid)
+    torch.testing.assert_close(whole, model(images), rtol=1e-6, atol=1e-6)  # timm interpolates positions in float32
+    # the second image has two rows
+    valid[1, 8:] = False
+    coordinates[1, 8:] = 0
+    padded = run(patches, coordinates, valid)
+    torch.testing.assert_close(padded[0], whole[0], rtol=1e-11, atol=1e-11)
+    alone = run(patches[1:, :8], coordinates[1:, :8], valid[1:, :8])
+    torch.testing.assert_close(padded[1:], alone, rtol=1e-11, atol=1e-11)
 
 
 def test_dropout_acts_on_the_result():

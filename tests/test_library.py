@@ -311,19 +311,82 @@ class TestFunctionTransforms:
         for grad, truth in zip(torch.func.grad(loss, argnums=(0, 1, 2))(*inputs), expected, strict=True):
             close(grad, truth)
 
-    def test_vmap_is_refused_or_left_to_the_reference(self, is_causal):
+    @pytest.mark.parametrize("backend", ["torch", "reference"])
+    def test_vmap_is_a_loop(self, is_causal, backend):
         query, key, value = random_inputs()
-        stacked = torch.stack([query, 2 * query])
+        queries, masks = torch.stack([query, 2 * query, -query], 1), torch.rand(2, 9, 3) > 0.3
 
-        def attend(backend):
-            return torch.func.vmap(lambda q: flow_attention(q, key, value, is_causal=is_causal, backend=backend))(
-                stacked
-            )
+        def attend(q, v, mask):
+            return flow_attention(q, key, v, is_causal=is_causal, query_mask=mask, key_mask=mask, backend=backend)
 
-        with pytest.raises(RuntimeError, match="does not have vmap support"):
-            attend("torch")
-        truth = [flow_attention(q, key, value, is_causal=is_causal, backend="reference") for q in stacked]
-        close(attend("reference"), torch.stack(truth))
+        values = torch.stack([value, value + 1, value * 2], -1)
+        found = torch.func.vmap(attend, in_dims=(1, -1, 2), out_dims=3)(queries, values, masks)
+        truth = [attend(queries[:, i], values[..., i], masks[..., i]) for i in range(3)]
+        close(found, torch.stack(truth, 3))
+        twice = torch.func.vmap(torch.func.vmap(attend, in_dims=(0, None, None)), in_dims=(0, None, None))
+        grid = torch.stack([torch.stack([query, query + 1]), torch.stack([2 * query, -query])])
+        close(twice(grid, value, None)[1, 0], attend(2 * query, value, None))
+
+    def test_gradients_of_each_sample(self, is_causal):
+        inputs = random_inputs(batch=4)
+
+        def loss(*x):
+            return flow_attention(*(part[None] for part in x), is_causal=is_causal).square().sum()
+
+        found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*inputs)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        # samples do not depend on one another, so the gradient of their sum has that of each
+        truth = torch.autograd.grad(flow_attention(*leaves, is_causal=is_causal).square().sum(), leaves)
+        for grad, expected in zip(found, truth, strict=True):
+            close(grad, expected)
+
+    def test_jacobian(self, is_causal):
+        inputs = random_inputs(batch=1, heads=1, sinks=4, dim=2)
+
+        def jacobians(backend):
+            return torch.func.jacrev(
+                lambda *x: flow_attention(*x, is_causal=is_causal, backend=backend), argnums=(0, 1, 2)
+            )(*inputs)
+
+        for found, truth in zip(jacobians("torch"), jacobians("reference"), strict=True):
+            close(found, truth)
+
+    def test_second_derivatives_under_vmap_are_refused(self, is_causal):
+        inputs = random_inputs(batch=1, heads=1, sinks=4, dim=2)
+        twice = torch.func.jacrev(torch.func.jacrev(lambda *x: flow_attention(*x, is_causal=is_causal).sum()))
+        with pytest.raises(RuntimeError, match='differentiable once; for higher derivatives use backend="reference"'):
+            twice(*inputs)
+
+    def test_vmap_of_packed_sequences_is_a_loop(self, is_causal):
+        inputs = [torch.randn(3, 9, heads, 4, dtype=torch.float64) for heads in (6, 2, 2)]
+        bounds = torch.tensor([0, 4, 4, 9])
+
+        def attend(*x):
+            return flow_attention_varlen(*x, bounds, bounds, 5, 5, is_causal=is_causal, enable_gqa=True)
+
+        close(torch.func.vmap(attend)(*inputs), torch.stack([attend(*x) for x in zip(*inputs, strict=True)]))
+        grads = torch.func.vmap(torch.func.grad(lambda *x: attend(*x).square().sum(), (0, 1, 2)))(*inputs)
+        leaves = [x[1].clone().requires_grad_() for x in inputs]
+        for grad, truth in zip(grads, torch.autograd.grad(attend(*leaves).square().sum(), leaves), strict=True):
+            close(grad[1], truth)
+        with pytest.raises(NotImplementedError, match="cannot map cu_seqlens"):
+            torch.func.vmap(
+                lambda lengths: flow_attention_varlen(*(x[0] for x in inputs), lengths, lengths, 5, 5, enable_gqa=True)
+            )(bounds.expand(2, -1))
+
+    def test_vmap_of_new_tokens_is_a_loop(self, is_causal):
+        del is_causal  # decoding is causal
+        _, state = flow_attention_recurrent(*random_inputs())
+        tokens = torch.stack([random_inputs(sinks=2, seed=seed)[0] for seed in range(3)])
+
+        def attend(x):
+            result, end = flow_attention_recurrent(x, x, x, state)
+            return result, *end.pack()
+
+        found = torch.func.vmap(attend)(tokens)
+        truth = [attend(x) for x in tokens]
+        for part, expected in zip(found, zip(*truth, strict=True), strict=True):
+            close(part, torch.stack(expected))
 
     def test_forward_mode_is_refused_or_left_to_the_reference(self, is_causal):
         query, key, value = random_inputs()
@@ -333,7 +396,7 @@ class TestFunctionTransforms:
                 lambda q: flow_attention(q, key, value, is_causal=is_causal, backend=backend), (query,), (key,)
             )[1]
 
-        with pytest.raises(NotImplementedError, match="forward mode"):
+        with pytest.raises(NotImplementedError, match=r'has no forward mode.*use backend="reference"'):
             push("torch")
         step = 1e-6
         ahead, behind = (flow_attention(query + sign * step * key, key, value, is_causal=is_causal) for sign in (1, -1))

@@ -179,7 +179,7 @@ def bicubic(old: int, new: int) -> torch.Tensor:
 @pytest.mark.parametrize("grid", [(12, 6), (4, 9), (1, 1)])
 @torch.no_grad()
 def test_positions_of_another_grid_are_interpolated(grid):
-    positions = GridPositions(6, 2, leading=1).double()
+    positions = GridPositions((6, 6), 2, leading=1).double()
     leading, cells = positions.weight.split([1, 36])
     result = positions(torch.zeros(3, 1 + grid[0] * grid[1], 2, dtype=torch.float64), grid)
     rows, columns = (bicubic(6, n) for n in grid)
@@ -189,12 +189,12 @@ def test_positions_of_another_grid_are_interpolated(grid):
 
 @torch.no_grad()
 def test_positions_of_the_learned_grid_are_the_table():
-    positions = GridPositions(3, 2, leading=1)
+    positions = GridPositions((3, 3), 2, leading=1)
     assert torch.equal(positions(torch.zeros(1, 10, 2), (3, 3))[0], positions.weight)
 
 
 def test_interpolated_positions_keep_the_dtype_of_the_model():
-    positions = GridPositions(4, 3).bfloat16()
+    positions = GridPositions((4, 4), 3).bfloat16()
     result = positions(torch.zeros(1, 64, 3, dtype=torch.bfloat16), (8, 8))
     assert result.dtype == torch.bfloat16
     result.float().sum().backward()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, oracle, with_gradients
+from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
-from flowformer.nn import build_attention, record_maps, sinks_apart
+from flowformer.nn import RivalAttention, build_attention, record_maps, sinks_apart
 from flowformer.nn.attention import ABLATIONS
 
 WIDTH, HEADS = 12, 3
@@ -306,3 +306,105 @@ def test_ablations_by_name(name):
     assert ablated.clamp == 10
     x = torch.randn(2, 9, 24)
     assert build_attention(name, 24, 4)(x).shape == x.shape
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rotary_base", [None, 100.0])
+def test_shared_key_heads_are_repeated_ones(is_causal, rotary_base):
+    options = {"is_causal": is_causal, "rotary_base": rotary_base, "head_dim": 4, "dtype": torch.float64}
+    grouped = randomized(FlowAttention(12, 6, num_kv_heads=2, **options), 0.5)
+    assert grouped.k_proj.weight.shape == grouped.v_proj.weight.shape == (8, 12)
+    whole, weights = FlowAttention(12, 6, **options).eval(), grouped.state_dict()
+    for name in ("k_proj", "v_proj"):
+        for part in ("weight", "bias"):
+            heads = weights[f"{name}.{part}"].unflatten(0, (2, 4))
+            weights[f"{name}.{part}"] = heads.repeat_interleave(3, 0).flatten(0, 1)
+    whole.load_state_dict(weights, strict=True)
+    x, mask = torch.randn(2, 7, 12, dtype=torch.float64), torch.arange(7) < torch.tensor([[7], [4]])
+    torch.testing.assert_close(grouped(x, key_mask=mask), whole(x, key_mask=mask), rtol=1e-11, atol=1e-12)
+    with record_maps(grouped) as maps:
+        grouped(x)
+    assert maps[0].competition.shape == (2, 6, 7)
+    assert "num_kv_heads=2" in repr(grouped)
+    if is_causal:
+        first, state = grouped(x[:, :3], state=grouped.new_state(2))
+        second, _ = grouped(x[:, 3:], state=state)
+        torch.testing.assert_close(torch.cat([first, second], 1), whole(x), rtol=1e-11, atol=1e-12)
+
+
+def test_rivals_share_key_heads():
+    attention = RivalAttention(12, 6, name="softmax", num_kv_heads=2)
+    assert attention.k_proj.weight.shape == (4, 12)
+    assert attention(torch.randn(2, 5, 12)).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("number", [0, 4, 7])
+def test_key_heads_divide_query_heads(number):
+    with pytest.raises(ValueError, match=f"num_kv_heads must divide num_heads 6, got {number}"):
+        FlowAttention(12, 6, num_kv_heads=number)
+
+
+class TestRotary:
+    def build(self, **options) -> FlowAttention:
+        return randomized(FlowAttention(12, 3, rotary_base=50.0, **options), 0.5)
+
+    def test_is_a_rotation_before_the_op(self):
+        module, x = self.build(), torch.randn(2, 7, 12, dtype=torch.float64)
+        q, k, v = (getattr(module, f"{name}_proj")(x).unflatten(-1, (3, 4)).transpose(1, 2) for name in ("q", "k", "v"))
+        angle = torch.arange(7.0, dtype=torch.float64)[:, None] / 50.0 ** torch.tensor([0, 0.5], dtype=torch.float64)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        q, k = (torch.complex(*y.chunk(2, -1)) * turn for y in (q, k))
+        q, k = (torch.cat([y.real, y.imag], -1) for y in (q, k))
+        expected = module.out_proj(oracle(q, k, v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(module(x), expected, rtol=1e-11, atol=1e-12)
+        shuffled = torch.randperm(7)
+        assert not torch.allclose(module(x[:, shuffled]), module(x)[:, shuffled])
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padded_equals_alone(self, is_causal, side):
+        module, x = self.build(is_causal=is_causal), torch.randn(2, 7, 12, dtype=torch.float64)
+        place = torch.arange(7)
+        mask = torch.stack([place < 7, place < 4 if side == "right" else place >= 3])
+        padded = module(x, key_mask=mask)
+        torch.testing.assert_close(padded[1, mask[1]], module(x[1:, mask[1]])[0], rtol=1e-11, atol=1e-12)
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_split_equals_whole(self, padded):
+        module, x = self.build(is_causal=True), torch.randn(2, 7, 12, dtype=torch.float64)
+        mask = torch.arange(7) >= torch.tensor([[0], [2]]) if padded else torch.ones(2, 7, dtype=torch.bool)
+        results, state = [], module.new_state(2)
+        for part, valid in zip(x.split([3, 1, 3], 1), mask.split([3, 1, 3], 1), strict=True):
+            result, state = module(part, key_mask=valid if padded else None, state=state)
+            results.append(result)
+        whole = module(x, key_mask=mask)
+        torch.testing.assert_close(torch.cat(results, 1), whole, rtol=1e-11, atol=1e-12)
+
+    def test_refuses(self):
+        x = torch.randn(1, 5, 12, dtype=torch.float64)
+        with pytest.raises(ValueError, match="head_dim must be even, got 3"):
+            FlowAttention(12, 4, rotary_base=100.0)
+        with pytest.raises(ValueError, match="must be positive, got -1"):
+            FlowAttention(12, 3, rotary_base=-1.0)
+        with pytest.raises(ValueError, match="rotary positions"):
+            self.build()(x, torch.randn(1, 5, 12, dtype=torch.float64))
+
+
+def test_gradients_of_each_sample():
+    module, x = randomized(FlowAttention(12, 3), 0.5), torch.randn(3, 5, 12, dtype=torch.float64)
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters, sample):
+        return torch.func.functional_call(module, parameters, (sample[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(3):
+        expected = torch.func.grad(loss)(parameters, x[i])
+        torch.testing.assert_close({name: each[i] for name, each in found.items()}, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_maps_on_the_meta_device():
+    module = FlowAttention(12, 3, device="meta")
+    with record_maps(module) as maps:
+        module(torch.empty(2, 5, 12, device="meta"))
+    assert maps[0].competition.shape == (2, 3, 5)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from helpers import VARIANTS, oracle, randomized
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 from flowformer import FlowMultiheadAttention
+from flowformer.nn import sinks_apart
 
 WIDTH, HEADS = 12, 4
 BUILDS = {
@@ -21,6 +23,9 @@ BUILDS = {
     "zero": {"add_zero_attn": True},
     "everything": {"kdim": 5, "vdim": 7, "add_bias_kv": True, "add_zero_attn": True},
 }
+
+
+CAUSAL = torch.ones(9, 9).triu(1).bool()
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +74,7 @@ def test_signature_is_that_of_torch(method):
     ours, theirs = (
         inspect.signature(getattr(cls, method)).parameters for cls in (FlowMultiheadAttention, nn.MultiheadAttention)
     )
-    assert list(ours) == [*theirs, *(["variant"] if method == "__init__" else [])]
+    assert list(ours) == [*theirs, *(["variant", "cross_attention"] if method == "__init__" else [])]
     for name, parameter in theirs.items():
         assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind), name
 
@@ -184,15 +189,28 @@ def test_without_a_batch(batch_first):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", [torch.bool, torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        torch.tensor(True),
+        torch.tensor(-torch.inf, dtype=torch.float64),
+        torch.tensor(-torch.inf),
+        torch.tensor(-1e9),
+        torch.tensor(-1e4, dtype=torch.float16),
+        torch.tensor(torch.finfo(torch.float32).min),
+        torch.tensor(torch.finfo(torch.float16).min, dtype=torch.float16),
+        torch.tensor(torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+    ],
+    ids=lambda x: f"{x.dtype} {x.item():g}",
+)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_equals_alone(is_causal, kind, side):
+def test_padded_equals_alone(is_causal, left_out, side):
     module, lengths = build(), (9, 4, 1)
     x = inputs({}, batch=3)[1]
     place = torch.arange(9)
     keep = torch.stack([place < n if side == "right" else place >= 9 - n for n in lengths])
     x[~keep] = torch.nan
-    mask = ~keep if kind is torch.bool else torch.zeros(3, 9, dtype=kind).masked_fill(~keep, -torch.inf)
+    mask = torch.zeros(3, 9, dtype=left_out.dtype).masked_fill(~keep, left_out)
     padded, weights = module(x, x, x, key_padding_mask=mask, is_causal=is_causal)
     for row in range(3):
         alone = x[row, keep[row]][None]
@@ -212,12 +230,50 @@ def test_added_sources_are_not_padding(name):
     torch.testing.assert_close(padded[1:, :5], alone, rtol=1e-11, atol=1e-12)
 
 
-def test_query_and_key_alone_make_it_self_attention():
-    module, (_, x, value) = build(), inputs({})
+@pytest.mark.parametrize("copied", ["none", "value", "all"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_equal_lengths_make_it_self_attention(copied, batch_first):
+    """Not that query and key are one object: a norm applied to each is self-attention, too."""
+    module, x = build(batch_first=batch_first), inputs({})[1]
     mask = torch.arange(9) >= torch.tensor([[9], [5]])
-    padded, _ = module(x, x, value, key_padding_mask=mask)
-    part = x[1:, :5]
-    torch.testing.assert_close(padded[1:, :5], module(part, part, value[1:, :5])[0], rtol=1e-11, atol=1e-12)
+    layout = x if batch_first else x.transpose(0, 1)
+    arguments = {"none": (layout,) * 3, "value": (layout, layout, layout * 1), "all": [layout * 1 for _ in range(3)]}
+    padded, _ = module(*arguments[copied], key_padding_mask=mask)
+    part = layout[1:, :5] if batch_first else layout[:5, 1:]
+    padded = padded[1:, :5] if batch_first else padded[:5, 1:]
+    torch.testing.assert_close(padded, module(part, part, part)[0], rtol=1e-11, atol=1e-12)
+
+
+def test_without_a_batch_equal_lengths_are_self_attention():
+    module, x = build(batch_first=True), inputs({})[1][0]
+    padded, _ = module(x * 1, x * 1, x * 1, key_padding_mask=torch.arange(9) >= 5)
+    torch.testing.assert_close(padded[:5], module(*[x[:5]] * 3)[0], rtol=1e-11, atol=1e-12)
+
+
+def test_cross_attention_of_equal_lengths_is_said_at_building():
+    module, (_, memory, value) = build(cross_attention=True), inputs({})
+    query = torch.randn_like(memory)
+    mask = torch.arange(9) >= torch.tensor([[9], [5]])
+    for values in (value, memory):
+        alone, _ = module(query[1:], memory[1:, :5], values[1:, :5])
+        result, _ = module(query, memory, values, key_padding_mask=mask)
+        torch.testing.assert_close(result[1:], alone, rtol=1e-11, atol=1e-12)
+    module.cross_attention = False
+    result, _ = module(query, memory, memory, key_padding_mask=mask)
+    alone, _ = module(query[1:, :5], memory[1:, :5], memory[1:, :5])
+    torch.testing.assert_close(result[1:, :5], alone, rtol=1e-11, atol=1e-12)
+
+
+def test_a_memory_as_long_as_the_query_needs_a_word():
+    module, memory = build(), inputs({})[1]
+    query, mask = torch.randn_like(memory), torch.arange(9) >= torch.tensor([[9], [5]])
+    assert module(query, memory, memory)[0].shape == query.shape
+    with pytest.raises(ValueError, match=r"a key of 9 tokens each.*cross_attention=False.*cross_attention=True"):
+        module(query, memory, memory, key_padding_mask=mask)
+    module = build(variant=sinks_apart())
+    result, _ = module(query, memory, memory, key_padding_mask=mask)
+    alone, _ = module(query[1:], memory[1:, :5], memory[1:, :5])
+    torch.testing.assert_close(result[1:], alone, rtol=1e-11, atol=1e-12)
 
 
 def test_padding_of_cross_attention_leaves_keys_out_only():
@@ -230,8 +286,14 @@ def test_padding_of_cross_attention_leaves_keys_out_only():
 
 @pytest.mark.parametrize(
     "mask",
-    [square_mask(9), square_mask(9, torch.float32), torch.ones(9, 9).triu(1).bool()],
-    ids=["float64", "float32", "bool"],
+    [
+        square_mask(9),
+        square_mask(9, torch.float32),
+        torch.ones(9, 9).triu(1).bool(),
+        torch.full((9, 9), -1e9).triu(1),
+        torch.full((9, 9), torch.finfo(torch.float16).min, dtype=torch.float16).triu(1),
+    ],
+    ids=["float64", "float32", "bool", "-1e9", "finfo.min"],
 )
 def test_the_causal_mask_is_recognised(mask):
     module, x = build(), inputs({})[1]
@@ -258,9 +320,6 @@ def test_one_token_is_not_taken_for_causal():
     assert torch.equal(module(x, x, x, attn_mask=square_mask(1))[0], module(x, x, x)[0])
 
 
-CAUSAL = torch.ones(9, 9).triu(1).bool()
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -268,12 +327,12 @@ CAUSAL = torch.ones(9, 9).triu(1).bool()
         CAUSAL.triu(2),
         ~torch.eye(9, dtype=torch.bool),
         torch.ones(9, 9, dtype=torch.bool),
-        torch.zeros(9, 9).masked_fill(CAUSAL, -1e9),
+        torch.zeros(9, 9).masked_fill(CAUSAL, -1.0),
         torch.randn(9, 9),
         CAUSAL[:8],
         CAUSAL.expand(2 * HEADS, -1, -1),
     ],
-    ids=["transposed", "window", "diagonal", "all", "finite", "bias", "shape", "per head"],
+    ids=["transposed", "window", "diagonal", "all", "penalty", "bias", "shape", "per head"],
 )
 def test_other_masks_are_refused(mask):
     module, x = build(), inputs({})[1]
@@ -314,14 +373,55 @@ def test_compiles_as_one_graph(options):
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 
-def test_a_mask_that_cannot_be_read_is_refused():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_float_padding_masks_compile(backend):
     module, x = build(), inputs({})[1]
     torch.compiler.reset()
-    compiled = torch.compile(module, backend="eager")
-    with pytest.raises(NotImplementedError, match=r"cannot be read while the graph is compiled.*is_causal=True"):
-        compiled(x, x, x, attn_mask=square_mask(9))
-    hinted = compiled(x, x, x, attn_mask=square_mask(9), is_causal=True)[0]
-    torch.testing.assert_close(hinted, module(x, x, x, is_causal=True)[0], rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    mask = torch.zeros(2, 9).masked_fill(torch.arange(9) >= torch.tensor([[9], [5]]), -1e9)
+    results = [f(x, x, x, key_padding_mask=mask)[0] for f in (compiled, module)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"may hold 0 \(takes part\) and -inf"):
+        compiled(x, x, x, key_padding_mask=torch.full((2, 9), -1.0))
+
+
+@pytest.mark.parametrize("mask", [square_mask(9), CAUSAL], ids=["float", "bool"])
+def test_causal_mask_tensors_compile(mask):
+    module, x = build(), inputs({})[1]
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    expected = module(x, x, x, is_causal=True)
+    torch.testing.assert_close(compiled(x, x, x, attn_mask=mask), expected, rtol=1e-12, atol=1e-12)
+    for other in (torch.zeros_like(mask), mask.T):
+        with pytest.raises(RuntimeError, match="attn_mask is not the causal mask"):
+            compiled(x, x, x, attn_mask=other)
+    with pytest.raises(NotImplementedError, match="no linear form"):
+        module(x, x, x, attn_mask=mask[:8])
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"key_padding_mask": torch.zeros(2, 9, device="meta")}])
+def test_weights_on_the_meta_device(options):
+    module = build().to("meta")
+    x = torch.empty(2, 9, WIDTH, dtype=torch.float64, device="meta")
+    result, weights = module(x, x, x, **options)
+    assert (result.shape, weights.shape) == ((2, 9, WIDTH), (2, 9, 9))
+
+
+def test_gradients_of_each_sample():
+    module, x = build(), inputs({})[1]
+    parameters = dict(module.named_parameters())
+    masks = torch.arange(9) >= torch.tensor([[9], [5]])
+
+    def loss(parameters, sample, mask):
+        call = functional_call(module, parameters, (sample, sample, sample, mask))
+        return call[0].square().sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, masks)
+    for i in range(2):
+        expected = grad(loss)(parameters, x[i], masks[i])
+        torch.testing.assert_close({name: each[i] for name, each in found.items()}, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(NotImplementedError, match=r"under torch.vmap. Pass a bool padding mask"):
+        vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, torch.zeros(2, 9))
 
 
 def test_refuses_to_be_built():

@@ -145,18 +145,42 @@ def test_an_encoder_runs_flow_in_eval_mode(kernels, padded):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [False, True])
 @torch.no_grad()
-def test_nested_tensors_are_refused_with_a_way_out():
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64), 1
-    ).eval()
-    encoder.layers[0].self_attn, x = build(), tokens()
+def test_an_encoder_that_makes_nested_tensors(norm_first, kernels):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64, norm_first=norm_first)
+    encoder, x = randomized(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), 0.5), tokens()
+    for each in encoder.layers:
+        each.self_attn = randomized(build(), 0.5)
+    encoder.use_nested_tensor = True
     mask = torch.arange(9) >= torch.tensor([[9], [5]])
-    with pytest.raises(NotImplementedError, match="use_nested_tensor = False"):
-        encoder(x, src_key_padding_mask=mask)
+    seen = []
+    encoder.layers[1].self_attn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_nested))
+    result = encoder(x, src_key_padding_mask=mask)
+    assert not kernels
+    assert seen == [True]
+    expected = x
+    for each in encoder.layers:
+        expected = by_hand(each, expected, key_padding_mask=mask)
+    torch.testing.assert_close(result[~mask], expected[~mask], rtol=1e-12, atol=1e-12)
     encoder.use_nested_tensor = False
-    expected = by_hand(encoder.layers[0], x, key_padding_mask=mask)
     torch.testing.assert_close(encoder(x, src_key_padding_mask=mask), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hint", [None, True])
+def test_a_compiled_encoder_takes_the_causal_mask(hint):
+    encoder = nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+    encoder, x = randomized(encoder, 0.5), tokens()
+    torch.compiler.reset()
+    compiled = torch.compile(encoder, backend="aot_eager")
+    expected = x
+    for layer in encoder.layers:
+        expected = by_hand(layer, expected, is_causal=True)
+    found = compiled(x, mask=square_mask(9), is_causal=hint)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    one_graph = torch.compile(encoder.layers[0], backend="aot_eager", fullgraph=True)
+    expected = by_hand(encoder.layers[0], x, is_causal=True)
+    torch.testing.assert_close(one_graph(x, src_mask=square_mask(9)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import randomized
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -237,3 +238,14 @@ def test_an_unknown_variant_changes_nothing():
     with pytest.raises(ValueError, match="unknown variant 'fast'"):
         replace_attention(model, variant="fast")
     assert type(model.self_attention) is nn.MultiheadAttention
+
+
+@torch.no_grad()
+def test_a_memory_as_long_as_the_target_is_still_a_memory():
+    """Padding of the memory says nothing about the target, whose tokens must not be left out with it."""
+    layer = nn.TransformerDecoderLayer(WIDTH, 2, 16, batch_first=True, dtype=torch.float64)
+    layer = replace_attention(randomized(layer, 0.5))
+    target, memory = torch.randn(2, 2, 7, WIDTH, dtype=torch.float64)
+    mask = torch.arange(7) >= torch.tensor([[7], [4]])
+    result = layer(target, memory, memory_key_padding_mask=mask)
+    torch.testing.assert_close(result[1:], layer(target[1:], memory[1:, :4]), rtol=1e-11, atol=1e-12)

@@ -90,10 +90,16 @@ class TestNames:
         with pytest.raises(AttributeError, match="module 'flowformer' has no attribute 'flow_atention'"):
             _ = flowformer.flow_atention
 
-    def test_star_import(self):
+    def test_star_import_leaves_torchs_nn_alone(self):
         namespace = {}
-        exec("from flowformer import *", namespace)
+        exec("from torch import nn\nfrom flowformer import *", namespace)
         assert set(flowformer.__all__) <= set(namespace)
+        assert namespace["nn"] is torch.nn
+
+    @pytest.mark.parametrize("name", ["nn", "ops"])
+    def test_subpackages_need_no_import(self, name):
+        code = f"import flowformer; print(flowformer.{name}.__name__, {name!r} in dir(flowformer))"
+        assert run_python(code).stdout.split() == [f"flowformer.{name}", "True"]
 
 
 class TestMetadata:
@@ -149,7 +155,7 @@ class TestReadme:
         names = re.findall(r"^\| `([\w.]+)` \|", README, re.MULTILINE)
         assert {"flow_attention", "FlowVariant", "FlowState"} <= set(names)
         for name in names:
-            assert name.removeprefix("flowformer.") in flowformer.__all__
+            assert name.removeprefix("flowformer.") in (*flowformer.__all__, "nn")
 
     @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)\)", README))))
     def test_link_leads_somewhere(self, path):

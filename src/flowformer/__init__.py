@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import nn, ops
+    from . import nn as nn
+    from . import ops as ops
     from .nn import FlowAttention, FlowMultiheadAttention, replace_attention
     from .ops import (
         FlowMaps,
@@ -32,16 +33,14 @@ __all__ = [
     "flow_attention_recurrent",
     "flow_attention_varlen",
     "flow_maps",
-    "nn",
-    "ops",
     "replace_attention",
 ]
-_SUBPACKAGES = ("nn", "ops")
+_SUBPACKAGES = ("nn", "ops")  # not among the names of `import *`, which would replace torch's nn
 _IN_NN = ("FlowAttention", "FlowMultiheadAttention", "replace_attention")
 
 
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in __all__ and name not in _SUBPACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _SUBPACKAGES:
         value = importlib.import_module(f".{name}", __name__)
@@ -52,4 +51,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -23,7 +23,8 @@ STD = 0.02  # of every weight at the start, but for the convolutions and the sca
 
 
 def _check_config(config: VisionConfig | DeiTConfig) -> None:
-    if config.patch_size < 1 or config.image_size < 1 or config.image_size % config.stride:
+    sides = _pair(config.image_size)
+    if config.patch_size < 1 or any(side < 1 or side % config.stride for side in sides):
         raise ValueError(
             f"image_size must be a positive multiple of the side of a token of the last layer, {config.stride} pixels, "
             f"got {config.image_size} with patch_size {config.patch_size}."
@@ -32,12 +33,22 @@ def _check_config(config: VisionConfig | DeiTConfig) -> None:
         raise ValueError(f"drop_path must be at least 0 and below 1, got {config.drop_path!r}.")
 
 
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _grid(config: VisionConfig | DeiTConfig) -> tuple[int, int]:
+    rows, columns = _pair(config.image_size)
+    return rows // config.patch_size, columns // config.patch_size
+
+
 @dataclass(frozen=True)
 class VisionConfig:
     """The four-stage model; the defaults are those of its released training script.
 
     Args:
-        image_size: side of the images the positions are learned for; others get theirs by interpolation.
+        image_size: side of the images the positions are learned for, or their rows and columns; others get theirs by
+            interpolation.
         patch_size: side of a patch, the token of the first stage. Each further stage halves the grid.
         channels, depths: width and number of layers of each stage.
         num_heads: in every stage. The released code has 12, the paper's table 16.
@@ -49,7 +60,7 @@ class VisionConfig:
         attention_options: of the rival, as `baselines.options` lists them.
     """
 
-    image_size: int = 224
+    image_size: int | tuple[int, int] = 224
     patch_size: int = 4
     in_channels: int = 3
     num_classes: int = 1000
@@ -72,6 +83,11 @@ class VisionConfig:
         _check_config(self)
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image."""
+        return _grid(self)
+
+    @property
     def stride(self) -> int:
         """Pixels along the side of a token of the last stage: what the sides of an image must be divisible by."""
         return self.patch_size * 2 ** (len(self.channels) - 1)
@@ -89,7 +105,7 @@ class DeiTConfig:
     Args: as for `VisionConfig`, with one width `embed_dim` and `depth` layers, whose branches are not scaled.
     """
 
-    image_size: int = 224
+    image_size: int | tuple[int, int] = 224
     patch_size: int = 16
     in_channels: int = 3
     num_classes: int = 1000
@@ -105,6 +121,11 @@ class DeiTConfig:
 
     def __post_init__(self) -> None:
         _check_config(self)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image."""
+        return _grid(self)
 
     @property
     def stride(self) -> int:
@@ -163,34 +184,42 @@ class GridPositions(nn.Module):
     """Adds a learned vector to each cell of a grid; another grid gets the table by bicubic interpolation.
 
     Args:
-        side: cells along a side of the grid.
+        grid: rows and columns.
         dim: W.
         leading: how many tokens stand before the cells, each with a vector of its own.
 
-    >>> GridPositions(4, 8)(torch.zeros(1, 12, 8), (2, 6)).shape
+    >>> GridPositions((4, 4), 8)(torch.zeros(1, 12, 8), (2, 6)).shape
     torch.Size([1, 12, 8])
     """
 
-    def __init__(self, side: int, dim: int, leading: int = 0) -> None:
+    def __init__(self, grid: tuple[int, int], dim: int, leading: int = 0) -> None:
         super().__init__()
-        self.side = side
+        self.grid = grid
         self.leading = leading
-        self.weight = nn.Parameter(torch.empty(leading + side**2, dim))
+        self.weight = nn.Parameter(torch.empty(leading + grid[0] * grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=STD)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         """The tokens x (B, N, W) with their positions added; the cells come from `grid`, rows and columns."""
-        table: Tensor = self.weight
-        if grid != (self.side, self.side):
-            leading, cells = table.split([self.leading, self.side**2])
-            cells = cells.T.unflatten(1, (self.side, self.side))[None]  # (1, W, side, side)
-            cells = cells.to(torch.promote_types(cells.dtype, torch.float32))
-            cells = F.interpolate(cells, grid, mode="bicubic", align_corners=False)[0].flatten(1).T
-            table = torch.cat([leading, cells.to(leading.dtype)])
-        return x + table
+        return x + self.interpolated(self.weight, self.grid, grid)
+
+    def resize(self, grid: tuple[int, int]) -> None:
+        """Learn the positions of another grid from now on, beginning with what it gets now."""
+        table = self.interpolated(self.weight.detach(), self.grid, grid)
+        self.grid, self.weight = grid, nn.Parameter(table.clone(), requires_grad=self.weight.requires_grad)
+
+    def interpolated(self, table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+        """The table of one grid, (leading + cells, W), as that of another."""
+        if old == new:
+            return table
+        leading, cells = table.split([self.leading, old[0] * old[1]])
+        cells = cells.T.unflatten(1, old)[None]  # (1, W, rows, columns)
+        cells = cells.to(torch.promote_types(cells.dtype, torch.float32))
+        cells = F.interpolate(cells, new, mode="bicubic", align_corners=False)[0].flatten(1).T
+        return torch.cat([leading, cells.to(leading.dtype)])
 
     def extra_repr(self) -> str:
-        return f"{self.side} × {self.side}, {self.weight.shape[1]}, leading={self.leading}"
+        return f"{self.grid[0]} × {self.grid[1]}, {self.weight.shape[1]}, leading={self.leading}"
 
 
 class VisionLayer(nn.Module):
@@ -284,9 +313,9 @@ class FlowformerVision(_ImageClassifier):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
-        side = config.image_size // config.patch_size
+        rows, columns = config.grid
         drop_paths = iter(_rising(config.drop_path, sum(config.depths)))
-        self.positions = GridPositions(side, config.channels[0])
+        self.positions = GridPositions(config.grid, config.channels[0])
         self.patch_embed = nn.ModuleList()
         self.stages = nn.ModuleList()
         before, patch = config.in_channels, config.patch_size
@@ -303,12 +332,12 @@ class FlowformerVision(_ImageClassifier):
                     attention=config.attention,
                     attention_options=config.attention_options,
                     variant=config.variant,
-                    max_length=side**2,
+                    max_length=rows * columns,
                 )
                 for _ in range(depth)
             ]
             self.stages.append(nn.ModuleList(layers))
-            before, patch, side = width, 2, side // 2
+            before, patch, rows, columns = width, 2, rows // 2, columns // 2
 
     def features(self, images: Tensor) -> Tensor:
         """The mean of the tokens of the last stage, (B, W)."""
@@ -337,11 +366,11 @@ class FlowformerDeiT(_ImageClassifier):
 
     def __init__(self, config: DeiTConfig) -> None:
         super().__init__(config)
-        side = config.image_size // config.patch_size
+        rows, columns = config.grid
         self.patch_embed = nn.Conv2d(config.in_channels, config.embed_dim, config.patch_size, stride=config.patch_size)
         self.class_token = nn.Parameter(torch.empty(config.embed_dim))
         nn.init.trunc_normal_(self.class_token, std=STD)
-        self.positions = GridPositions(side, config.embed_dim, leading=1)
+        self.positions = GridPositions(config.grid, config.embed_dim, leading=1)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
             VisionLayer(
@@ -353,7 +382,7 @@ class FlowformerDeiT(_ImageClassifier):
                 attention=config.attention,
                 attention_options=config.attention_options,
                 variant=config.variant,
-                max_length=side**2 + 1,
+                max_length=rows * columns + 1,
             )
             for drop_path in _rising(config.drop_path, config.depth)
         )

@@ -2,7 +2,7 @@
 
 from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
 from .multihead import FlowMultiheadAttention
-from .positions import LearnedPositions, SinusoidalPositions, token_positions
+from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, token_positions
 from .swap import replace_attention
 from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
 
@@ -16,6 +16,7 @@ __all__ = [
     "FlowMultiheadAttention",
     "LearnedPositions",
     "RivalAttention",
+    "RotaryPositions",
     "SinusoidalPositions",
     "build_attention",
     "is_flow",

@@ -1,6 +1,6 @@
 """Attention modules: Flow-Attention with its projections, and any rival in its place.
 
-Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H·D.
+Shapes: B batch, N queries (sinks), M keys (sources), H heads, H_kv key heads, D head_dim, W = H·D.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
 from ..ops.interface import both
+from ..ops.reference import repeat_heads
 from ..ops.variant import nearest
+from .positions import RotaryPositions, token_positions
 
 _DEFAULT = FlowVariant()
 
@@ -28,6 +30,7 @@ class ProjectedAttention(nn.Module):
         num_heads: H.
         kdim, vdim: width of keys and values; None is embed_dim.
         head_dim: D; None is embed_dim / num_heads. The inner width H·D need not be embed_dim.
+        num_kv_heads: H_kv, heads of keys and values, each shared by H / H_kv query heads; None is num_heads.
         bias: whether the four projections have one.
         dropout: on the result, after the output projection. There is no matrix of weights to drop from.
         is_causal: each token sees itself and the past; self-attention only.
@@ -41,6 +44,7 @@ class ProjectedAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         head_dim: int | None = None,
+        num_kv_heads: int | None = None,
         bias: bool = True,
         dropout: float = 0.0,
         is_causal: bool = False,
@@ -57,16 +61,19 @@ class ProjectedAttention(nn.Module):
                 f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}. Choose another number of heads, or "
                 "pass head_dim: the inner width need not be embed_dim."
             )
+        if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+            raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {num_kv_heads}.")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.is_causal = is_causal
-        inner_dim = num_heads * self.head_dim
+        inner_dim, kv_dim = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner_dim, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(self.kdim, inner_dim, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(self.vdim, inner_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(self.kdim, kv_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(self.vdim, kv_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(inner_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
@@ -79,10 +86,12 @@ class ProjectedAttention(nn.Module):
                 nn.init.zeros_(projection.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, is_causal={self.is_causal}"
+        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        heads = f"num_heads={self.num_heads}{shared}, head_dim={self.head_dim}"
+        return f"{self.embed_dim}, {heads}, is_causal={self.is_causal}"
 
     def _project(self, query, key, value, query_mask, key_mask):
-        """q (B, H, N, D), k, v (B, H, M, D), and both masks."""
+        """q (B, H, N, D), k, v (B, H_kv, M, D), and both masks."""
         if key is None and value is not None:
             raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
         is_self_attention = key is None or key is query
@@ -97,8 +106,8 @@ class ProjectedAttention(nn.Module):
         if is_self_attention:
             query_mask = key_mask = both(query_mask, key_mask)
         q = split_heads(self.q_proj(query), self.num_heads)
-        k = split_heads(self.k_proj(key), self.num_heads)
-        v = split_heads(self.v_proj(value), self.num_heads)
+        k = split_heads(self.k_proj(key), self.num_kv_heads)
+        v = split_heads(self.v_proj(value), self.num_kv_heads)
         return q, k, v, query_mask, key_mask
 
     def _join(self, result: Tensor) -> Tensor:
@@ -110,6 +119,8 @@ class FlowAttention(ProjectedAttention):
 
     Args: as for `ProjectedAttention`, and
         variant: a FlowVariant or the name of one.
+        rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
+            Positions count the tokens that take part, from those of the state on. Self-attention only.
 
     >>> attention = FlowAttention(32, 4, is_causal=True)
     >>> x = torch.randn(2, 10, 32)
@@ -120,9 +131,18 @@ class FlowAttention(ProjectedAttention):
     True
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, variant: FlowVariant | str = _DEFAULT, **options) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        variant: FlowVariant | str = _DEFAULT,
+        rotary_base: float | None = None,
+        **options,
+    ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant)
+        self.rotary = None if rotary_base is None else RotaryPositions(self.head_dim, rotary_base)
         self._recorded: list[FlowMaps] | None = None
 
     def new_state(self, batch_size: int) -> FlowState:
@@ -144,8 +164,9 @@ class FlowAttention(ProjectedAttention):
         """Attend from the queries to the keys, or among the queries where there are no others.
 
         Args:
-            query: (B, N, embed_dim).
-            key: (B, M, kdim); None, or the very tensor passed as query, is self-attention.
+            query: (B, N, embed_dim), or a jagged nested tensor without masks.
+            key: (B, M, kdim); None, or the very tensor passed as query, is self-attention. Any other tensor is
+                cross-attention, whatever its length, and has a mask of its own.
             value: (B, M, vdim); None is the key.
             query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention one mask stands for
                 both: a padded token takes part in nothing.
@@ -157,18 +178,31 @@ class FlowAttention(ProjectedAttention):
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
+        if self.rotary is not None:
+            if key is not None and key is not query:
+                raise ValueError(
+                    "got a key of its own, but rotary positions are those of one sequence: pass the query alone."
+                )
+            if query.is_nested:
+                raise NotImplementedError(
+                    "rotary positions of nested tensors are not implemented; pad, and pass a mask."
+                )
+            positions = self._positions(query, key_mask, state)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        shared: dict[str, Any] = {"key_mask": key_mask, "enable_gqa": True, "variant": self.variant}
         if state is not None:
-            result, state = flow_attention_recurrent(q, k, v, state, key_mask=key_mask, variant=self.variant)
+            result, state = flow_attention_recurrent(q, k, v, state, **shared)
             return self._join(result), state
-        options: dict[str, Any] = {
-            "is_causal": self.is_causal,
-            "query_mask": query_mask,
-            "key_mask": key_mask,
-            "variant": self.variant,
-        }
+        options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
         if self._recorded is not None:
             self._recorded.append(flow_maps(q, k, **options))
         return self._join(flow_attention(q, k, v, **options))
+
+    def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
+        if mask is None and state is None:
+            return None
+        past = None if state is None else state.count
+        return token_positions(query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask, past)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, variant={self.variant}"
@@ -217,6 +251,7 @@ class RivalAttention(ProjectedAttention):
     ) -> Tensor:
         """Attend, with the shapes and masks of `FlowAttention.forward`."""
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
+        k, v = repeat_heads(q, k), repeat_heads(q, v)
         result = self.mechanism(q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask)
         return self._join(result)
 
@@ -315,6 +350,11 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def check_tokens(
     query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], ranks: tuple[int, ...] = (3,)
 ) -> None:
+    if query.is_nested and query.layout == torch.strided:
+        raise NotImplementedError(
+            "got a strided nested tensor; accepted: a jagged one, torch.nested.nested_tensor(…, layout=torch.jagged)."
+        )
+
     # said only when it is wrong: a graph of any length cannot print it
     def shapes() -> str:
         return ", ".join(str(tuple(x.shape)) for x in (query, key, value))

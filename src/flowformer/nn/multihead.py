@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import FlowVariant, checks, flow_attention, reference
-from .attention import check_tokens, split_heads
+from ..ops import FlowVariant, checks, flow_attention, flow_attention_varlen, reference
+from ..ops.features import without_autocast
+from ..ops.nested import Sequences, check_same_lengths
+from .attention import check_tokens, sinks_apart, split_heads
+from .masks import is_causal_mask, kept_tokens
 
 _DEFAULT = FlowVariant()
 
@@ -23,7 +26,8 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     It loads the state dict of an `nn.MultiheadAttention` and the other way round, and runs inside torch's transformer
     layers, whose own softmax kernels it keeps off. What differs from softmax:
         - `dropout` acts on the result, after the output projection: there is no matrix of weights to drop from.
-        - Padding takes part in nothing. Where query and key are one tensor it is left out of the queries too.
+        - Padding takes part in nothing: in self-attention it is left out of the queries too. Which calls are
+          self-attention, `cross_attention` says.
         - `add_bias_kv` and `add_zero_attn` add sources that every query sees; they need is_causal=False.
         - Queries share the sources they compete for, so without is_causal a result depends on the other queries,
           also in cross-attention. Where a query must not see those after it, as in a decoder that attends to a
@@ -31,6 +35,10 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
 
     Args: as for `torch.nn.MultiheadAttention`, and
         variant: a FlowVariant or the name of one.
+        cross_attention: True where the keys are not the tokens of the queries, so that key_padding_mask says nothing
+            about the queries; False where they are. None decides in each call: a query as long as its key is
+            self-attention. Pass True for a memory that may be as long as the query. `replace_attention` does so in
+            nn.TransformerDecoderLayer.
 
     >>> attention = FlowMultiheadAttention(32, 4, batch_first=True)
     >>> attention.load_state_dict(nn.MultiheadAttention(32, 4).state_dict())
@@ -56,6 +64,7 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         variant: FlowVariant | str = _DEFAULT,
+        cross_attention: bool | None = None,
     ) -> None:
         if num_heads > 0 and embed_dim % num_heads:
             raise ValueError(f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}.")
@@ -73,6 +82,7 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
             dtype=dtype,
         )
         self.variant = checks.variant(variant)
+        self.cross_attention = cross_attention
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
@@ -95,12 +105,15 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
         """Attend, with the layouts and conventions of `torch.nn.MultiheadAttention.forward`.
 
         Args:
-            query: (N, embed_dim), (N, B, embed_dim), or with batch_first (B, N, embed_dim).
+            query: (N, embed_dim), (N, B, embed_dim), or with batch_first (B, N, embed_dim). A nested tensor, jagged or
+                strided, (B, j, embed_dim) with batch_first, goes without masks and with need_weights=False.
             key, value: likewise with M tokens of width kdim and vdim.
-            key_padding_mask: (B, M), or (M,) without a batch: True, or -inf in a float mask, is left out.
+            key_padding_mask: (B, M), or (M,) without a batch: True is left out, and so is -inf, finfo.min or -1e9 in a
+                float mask, whose other values must be 0.
             need_weights: also return the matrix W that Flow-Attention implies, R = W V. It costs N × M numbers, which
                 the result does not need, and its rows do not sum to one.
             attn_mask: (N, M), the causal mask or one that blocks nothing, as bool (True blocks) or float (-inf blocks).
+                A compiled graph takes the causal one only, and checks it as it runs.
             average_attn_weights: return the mean of W over the heads.
             is_causal: each token sees itself and the past; attn_mask is then not looked at, and may be None.
 
@@ -108,21 +121,20 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
         the query has none; None without need_weights. Added sources stand last in W.
         """
         if query.is_nested or key.is_nested or value.is_nested:
-            raise NotImplementedError(
-                "got a nested tensor; accepted: padded tensors with a key_padding_mask. Inside an "
-                "nn.TransformerEncoder that was built with another attention, set use_nested_tensor = False, as "
-                "replace_attention does."
-            )
+            masks = key_padding_mask, None if is_causal else attn_mask
+            return self._attend_nested(query, key, value, masks, need_weights, is_causal), None
         check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim), ranks=(3, 2))
-        is_batched, is_self_attention = query.dim() == 3, query is key
+        is_batched = query.dim() == 3
 
         q, k, v = self._project(query, key, value)  # (B, N, W), (B, M, W), (B, M, W)
-        key_mask = _kept(key_padding_mask, k.shape[:2] if is_batched else k.shape[1:2])
+        key_mask = kept_tokens(key_padding_mask, k.shape[:2] if is_batched else k.shape[1:2])
         if key_mask is not None and not is_batched:
             key_mask = key_mask[None]
-        query_mask = key_mask if is_self_attention else None
         if not is_causal and attn_mask is not None:
-            is_causal = _is_causal_mask(attn_mask, (q.shape[1], k.shape[1]))
+            is_causal = is_causal_mask(attn_mask, (q.shape[1], k.shape[1]))
+        query_mask = None
+        if key_mask is not None and (is_causal or not self._is_cross_attention(query, key, value)):
+            query_mask = key_mask
         k, v, key_mask = self._add_sources(k, v, key_mask, is_causal)
 
         q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
@@ -156,6 +168,44 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
             return [x[None] for x in projected]
         return [x if self.batch_first else x.transpose(0, 1) for x in projected]
 
+    def _attend_nested(self, query, key, value, masks, need_weights: bool, is_causal: bool) -> Tensor:
+        has_added_sources = self.bias_k is not None or self.add_zero_attn
+        if need_weights or has_added_sources or any(mask is not None for mask in masks):
+            raise NotImplementedError(
+                "a nested tensor has no padding and no matrix of weights: pass need_weights=False, no masks, and "
+                "is_causal=True for the causal one; add_bias_kv and add_zero_attn need padded tensors."
+            )
+        if not self.batch_first:
+            raise ValueError("got a nested tensor, whose first dimension is the batch. Build with batch_first=True.")
+        sinks, sources, values = (Sequences.of(x) for x in (query, key, value))
+        check_same_lengths(sources, values, "key and value")
+        if is_causal:
+            check_same_lengths(sinks, sources, "query and key of causal attention")
+        packed = (x.tokens[None] for x in (sinks, sources, values))
+        q, k, v = (x[0].unflatten(-1, (self.num_heads, -1)) for x in self._project(*packed))  # (T, H, D)
+        lengths = sinks.cu_seqlens, sources.cu_seqlens, sinks.max_seqlen, sources.max_seqlen
+        result = flow_attention_varlen(q, k, v, *lengths, is_causal=is_causal, variant=self.variant)
+        return sinks.nested(F.dropout(self.out_proj(result.flatten(1)), self.dropout, self.training))
+
+    def _is_cross_attention(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        if self.cross_attention is not None:
+            return self.cross_attention
+        length = 0 if query.dim() == 2 else 1 if self.batch_first else 0
+        if query.shape[length] != key.shape[length]:
+            return True
+        if query is key or key is not value:
+            return False
+        # one memory as key and value, and another query. Where sinks do not depend on one another, as in a decoder, a
+        # query that is left out changes nothing but its own result
+        if self.variant == sinks_apart(self.variant):
+            return True
+        raise ValueError(
+            f"got a query and a key of {key.shape[length]} tokens each with a key_padding_mask, and the key is the "
+            "value but not the query: are the padded tokens left out of the queries too? Build the module with "
+            "cross_attention=False if query and key are the same tokens, with cross_attention=True if not, or set that "
+            "attribute."
+        )
+
     def _add_sources(
         self, k: Tensor, v: Tensor, key_mask: Tensor | None, is_causal: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -178,53 +228,9 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
         options = asdict(self.variant)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             if is_causal:
                 weights = reference.causal_weights(q, k, key_mask, **options)
             else:
                 weights = reference.bidirectional_weights(q, k, query_mask, key_mask, **options)
         return weights.to(q.dtype)
-
-
-def _kept(key_padding_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Which keys take part, from a mask of torch's convention: True or -inf is left out."""
-    if key_padding_mask is None:
-        return None
-    if key_padding_mask.shape != shape:
-        raise ValueError(f"key_padding_mask must have shape {tuple(shape)}, got {tuple(key_padding_mask.shape)}.")
-    if key_padding_mask.dtype == torch.bool:
-        return ~key_padding_mask
-    if not key_padding_mask.is_floating_point():
-        raise TypeError(f"key_padding_mask must be bool or float, got {key_padding_mask.dtype}. Pass mask.bool().")
-    kept = key_padding_mask == 0
-    if _is_readable(key_padding_mask) and not (kept | key_padding_mask.isneginf()).all():
-        raise NotImplementedError(
-            "a float key_padding_mask may hold 0 (takes part) and -inf (left out) only: other values would bias the "
-            "keys of a softmax, and there is none here."
-        )
-    return kept
-
-
-def _is_causal_mask(attn_mask: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether the mask is the causal one (True) or blocks nothing (False); there is no linear form of any other."""
-    if not _is_readable(attn_mask):
-        raise NotImplementedError(
-            "the values of attn_mask cannot be read while the graph is compiled or captured. Pass is_causal=True for "
-            "the causal mask, or attn_mask=None for no mask."
-        )
-    if attn_mask.shape == shape:
-        blocked = attn_mask if attn_mask.dtype == torch.bool else attn_mask.isneginf()
-        if bool((blocked | (attn_mask == 0)).all()):
-            if not bool(blocked.any()):
-                return False
-            if shape[0] == shape[1] and bool((blocked == torch.ones_like(blocked).triu(1)).all()):
-                return True
-    raise NotImplementedError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} is neither the causal mask of shape {shape} nor empty, and a "
-        "general matrix of queries by keys has no linear form. Pass is_causal=True for the causal mask, and padding as "
-        "key_padding_mask."
-    )
-
-
-def _is_readable(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())

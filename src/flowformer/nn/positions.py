@@ -1,6 +1,6 @@
-"""Positions to add to tokens: sinusoids of any length, or a learned table.
+"""Positions of tokens: sinusoids of any length or a learned table to add, or a rotation of queries and keys.
 
-Shapes: B batch, N tokens, W width.
+Shapes: B batch, N tokens, W width, H heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -98,6 +98,45 @@ class LearnedPositions(nn.Module):
                 f"got {length} positions, but there are only {self.max_length} learned ones. Shorten the sequence, "
                 "raise max_length, or use SinusoidalPositions."
             )
+
+
+class RotaryPositions(nn.Module):
+    """Rotates the features i and i + D/2 of a head at position p by the angle p / base^(2i/D).
+
+    The product of a rotated query and key depends on the distance of their tokens alone. The flows of Flow-Attention do
+    not, since φ comes after the rotation: they depend on where the tokens stand, so count positions from the first
+    token of a sequence, as `token_positions` does.
+
+    >>> RotaryPositions(4)(torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 1, 2, 4))
+    tensor([[[[1.0000, 1.0000, 0.0000, 0.0000],
+              [0.5403, 0.9999, 0.8415, 0.0100]]]])
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"rotary positions turn pairs of features, so head_dim must be even, got {dim}.")
+        if not base > 0:
+            raise ValueError(f"the base of rotary positions must be positive, got {base}.")
+        self.dim = dim
+        self.base = base
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (B, H, N, D) rotated.
+
+        Args:
+            positions: (N,) or (B, N) integers; None counts from 0. See `token_positions`.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[2], device=x.device)
+        even = torch.arange(0, self.dim, 2, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        angle = positions[..., None, :, None] * self.base ** (-even / self.dim)  # (B, 1, N, D/2)
+        cos, sin = angle.cos(), angle.sin()
+        first, second = x.to(even.dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}"
 
 
 def token_positions(mask: Tensor, past: Tensor | None = None) -> Tensor:

@@ -16,7 +16,8 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
 
     The parameters stay the same objects, so optimisers, tied weights and state dicts go on working. Hooks on the old
     modules are not carried over. In an nn.TransformerDecoderLayer the cross-attention gets `sinks_apart(variant)`, so
-    that no token sees those after it, and nn.TransformerEncoder stops making nested tensors.
+    that no token sees those after it, and nn.TransformerEncoder stops making nested tensors. Where another module
+    attends to a memory that may be as long as its queries, set `cross_attention = True` on what replaced it.
 
     Args:
         model: any module; its parameters are trained further or anew, since the attention is another function.
@@ -45,10 +46,7 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
                 "the class itself can be replaced. Call replace_attention on the other parts of the model."
             )
     cross = {id(each.multihead_attn) for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)}
-    new = {
-        id(module): _replacement(module, sinks_apart(variant) if id(module) in cross else variant)
-        for module in names.values()
-    }
+    new = {id(module): _replacement(module, variant, is_cross=id(module) in cross) for module in names.values()}
     for name, module in names.items():
         if not name:
             return new[id(module)]
@@ -59,7 +57,7 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
     return model
 
 
-def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str) -> FlowMultiheadAttention:
+def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str, is_cross: bool) -> FlowMultiheadAttention:
     new = FlowMultiheadAttention(
         old.embed_dim,
         old.num_heads,
@@ -71,7 +69,8 @@ def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str) -> Flow
         vdim=old.vdim,
         batch_first=old.batch_first,
         device="meta",
-        variant=variant,
+        variant=sinks_apart(variant) if is_cross else variant,
+        cross_attention=is_cross or None,
     )
     for name, parameter in old.named_parameters(recurse=False):
         setattr(new, name, parameter)

@@ -136,6 +136,11 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) 
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
+        if x.is_nested:
+            raise NotImplementedError(
+                f"got a nested {name}; accepted by flow_attention where query, key and value are all nested. Pass the "
+                "tokens packed to flow_attention_varlen, or padded with masks."
+            )
         if x.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions, {layout}, got shape {tuple(x.shape)}.")
         if x.dtype not in DTYPES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,11 @@ from .variant import FlowVariant
 def sum_dtype(x: Tensor) -> torch.dtype:
     """What sums, flows and states are kept in, whatever the input."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Keeps autocast from rounding what is computed inside; a meta tensor has no autocast to switch off."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
+from .features import without_autocast
+from .nested import Sequences, check_same_lengths
 from .reference import FlowMaps
 from .state import FlowState
 from .variant import FlowVariant
@@ -52,22 +54,49 @@ def flow_attention(
 
     Returns: (B, H, N, E), in the dtype of the query. A query that is masked, or has no valid source, gives 0.
 
-    Differentiable once; for higher derivatives or forward mode use backend="reference".
+    Nested tensors of sequences of unequal length, (B, H, j, D), jagged or strided, are computed by
+    `flow_attention_varlen` and give a nested tensor; they take no masks.
+
+    Differentiable once, also under torch.vmap; for higher derivatives or forward mode use backend="reference".
 
     >>> q = k = v = torch.randn(1, 2, 5, 4)
     >>> flow_attention(q, k, v).shape
     torch.Size([1, 2, 5, 4])
     """
+    if getattr(query, "is_nested", False):
+        options = {"scale": scale, "enable_gqa": enable_gqa, "variant": variant, "backend": backend}
+        return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
     scale, variant = checks.scale(scale), checks.variant(variant)
     if is_causal:
         checks.causal_lengths(query, key)
-    chosen = backends.choose(backend, query, key, value, is_causal, variant)
+    chosen = _choose(backend, query, key, value, is_causal, variant)
     if not is_causal:
         return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
     mask = both(query_mask, key_mask)
     return chosen.causal(query, key, value, mask, scale, variant)
+
+
+def _nested_attention(query, key, value, masks, is_causal: bool, **options) -> Tensor:
+    if any(mask is not None for mask in masks):
+        raise ValueError("a nested tensor has no padding to mask; leave out query_mask and key_mask.")
+    sinks, sources, values = (Sequences.of(x, "(batch, heads, j, head_dim)", 2) for x in (query, key, value))
+    check_same_lengths(sources, values, "key and value")
+    if is_causal:
+        check_same_lengths(sinks, sources, "query and key of causal attention")
+    result = flow_attention_varlen(
+        sinks.tokens,
+        sources.tokens,
+        values.tokens,
+        sinks.cu_seqlens,
+        sources.cu_seqlens,
+        sinks.max_seqlen,
+        sources.max_seqlen,
+        is_causal=is_causal,
+        **options,
+    )
+    return sinks.nested(result).transpose(1, 2)
 
 
 def flow_attention_recurrent(
@@ -109,7 +138,7 @@ def flow_attention_recurrent(
     if state is not None:
         checks.state(state, query, value)
     scale, variant = checks.scale(scale), checks.variant(variant)
-    chosen = backends.choose(backend, query, key, value, True, variant)
+    chosen = _choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
     result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
     return result, FlowState.unpack(end)
@@ -151,7 +180,7 @@ def flow_attention_varlen(
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale, variant = checks.scale(scale), checks.variant(variant)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    chosen = backends.choose(backend, query, key, value, is_causal, variant)
+    chosen = _choose(backend, query, key, value, is_causal, variant)
     return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
 
 
@@ -183,7 +212,7 @@ def flow_maps(
     checks.attention_masks(query, key, query_mask, key_mask)
     scale, options = checks.scale(scale), asdict(checks.variant(variant))
     key = reference.repeat_heads(query, key)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         if not is_causal:
             return reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
         checks.causal_lengths(query, key)
@@ -223,6 +252,13 @@ def explain(
     chosen = backends.choose(backend, query, key, value, is_causal, variant)
     lines = [f"flow_attention, {kind}, {shapes}, {query.dtype} on {query.device}: {chosen.name}"]
     return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
+
+
+def _choose(backend: str | None, query: Tensor, *rest) -> backends.Backend:
+    # only the operators of the torch backend can be mapped
+    if backend is None and query.is_cuda and torch._C._are_functorch_transforms_active():
+        backend = "torch"
+    return backends.choose(backend, query, *rest)
 
 
 def both(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:

@@ -38,6 +38,32 @@ def register(schema: str, implementation, fake) -> None:
     torch.library.register_fake(f"flowformer::{name}", fake, lib=_library)
 
 
+def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, ...]) -> None:
+    """Serve torch.vmap: the mapped dimension joins another one, the batch, and leaves it again in the results.
+
+    Args:
+        dims: which dimension of each tensor argument it joins; None for one that all share.
+        out_dims: which dimension of each result it is in.
+    """
+
+    def run(info, in_dims, *args):
+        tensors = []
+        for x, mapped, dim in zip(args, in_dims, dims, strict=False):
+            if x is None or (dim is None and mapped is None):
+                tensors.append(x)
+            elif dim is None:
+                raise NotImplementedError("torch.vmap cannot map cu_seqlens: pack the mapped sequences, too.")
+            else:
+                x = x.movedim(mapped, dim) if mapped is not None else torch.stack([x] * info.batch_size, dim)
+                tensors.append(x.flatten(dim, dim + 1))
+        results = getattr(torch.ops.flowformer, name)(*tensors, *args[len(dims) :])
+        results = (results,) if isinstance(results, Tensor) else results
+        results = tuple(x.unflatten(dim, (info.batch_size, -1)) for x, dim in zip(results, out_dims, strict=True))
+        return (results, out_dims) if len(out_dims) > 1 else (results[0], out_dims[0])
+
+    torch.library.register_vmap(f"flowformer::{name}", run, lib=_library)
+
+
 def _bidirectional(query, key, value, query_mask, key_mask, scale, *variant):
     result, flows = torch_backend.bidirectional(query, key, value, query_mask, key_mask, scale, FlowVariant(*variant))
     return result, *flows
@@ -129,9 +155,20 @@ register(
     _fake_gradients,
 )
 
+# the batch comes first, but in the states before each segment
+register_vmap("bidirectional", (0,) * 5, (0,) * 7)
+register_vmap("bidirectional_backward", (0,) * 12, (0,) * 3)
+register_vmap("causal", (0,) * 7, (0,) * 4 + (1,) * 3)
+register_vmap("causal_backward", (0,) * 8 + (1,) * 3, (0,) * 6)
+# packed tokens have no batch: the mapped dimension joins the heads, which all have the same lengths
+register_vmap("packed", (1, 1, 1, None, None), (1,))
+register_vmap("packed_backward", (1, 1, 1, 1, None, None), (1, 1, 1))
+
 
 class _Once(torch.autograd.Function):
     """Runs a backward operator; whoever differentiates through it is told that there is no second derivative."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(operator, *args):
@@ -158,6 +195,8 @@ def differentiate(operator, *args) -> tuple[Tensor, ...]:
 
 
 class _Bidirectional(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(query, key, value, query_mask, key_mask, *options):
         return torch.ops.flowformer.bidirectional(query, key, value, query_mask, key_mask, *options)
@@ -175,6 +214,8 @@ class _Bidirectional(torch.autograd.Function):
 
 
 class _Causal(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(query, key, value, mask, sums, memory, scalars, *options):
         return torch.ops.flowformer.causal(query, key, value, mask, sums, memory, scalars, *options)
@@ -192,6 +233,8 @@ class _Causal(torch.autograd.Function):
 
 
 class _Packed(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(query, key, value, cu_seqlens_q, cu_seqlens_k, *options):
         return torch.ops.flowformer.packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *options)
@@ -217,11 +260,39 @@ def distinct(*tensors: Tensor | None) -> list[Tensor | None]:
     return result
 
 
+class _NoForwardMode:
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(
+            'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
+        )
+
+
+class _EagerBidirectional(_NoForwardMode, _Bidirectional):
+    pass
+
+
+class _EagerCausal(_NoForwardMode, _Causal):
+    pass
+
+
+class _EagerPacked(_NoForwardMode, _Packed):
+    pass
+
+
+def _apply(function, eager, tensors, *options):
+    """Dynamo traces no autograd function that has a jvp of its own."""
+    if torch.compiler.is_compiling():
+        return function.apply(*distinct(*tensors), *options)
+    return eager.apply(*tensors, *options)
+
+
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
     if torch.compiler.is_exporting():
         with torch.autocast(query.device.type, enabled=False):
             return torch_backend.bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
-    return _Bidirectional.apply(*distinct(query, key, value, query_mask, key_mask), scale, *variant.as_args())[0]
+    tensors = query, key, value, query_mask, key_mask
+    return _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
 
 
 def causal(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
@@ -230,7 +301,8 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
     if torch.compiler.is_exporting():
         with torch.autocast(query.device.type, enabled=False):
             return torch_backend.causal_graph(query, key, value, mask, state, scale, variant)
-    result, *rest = _Causal.apply(*distinct(query, key, value, mask, *state), scale, *variant.as_args())
+    tensors = query, key, value, mask, *state
+    result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
     return result, tuple(rest[:3])
 
 
@@ -238,5 +310,5 @@ def packed(query, key, value, lengths: varlen.Lengths, is_causal: bool, scale: f
     if torch.compiler.is_exporting():
         with torch.autocast(query.device.type, enabled=False):
             return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
-    tensors, longest = distinct(query, key, value, *lengths[:2]), lengths[2:]
-    return _Packed.apply(*tensors, *longest, is_causal, scale, *variant.as_args())
+    tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
+    return _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())

@@ -1,9 +1,4 @@
-"""Flow-Attention in timm: an attention class for timm's transformers, and registered models.
-
-    timm.create_model("vit_small_patch16_224", attn_layer=FlowAttention)
-    timm.create_model("flowformer_patch4_224")
-
-Importing this module registers the models. Their weights have the names of `flowformer.models.vision`.
+"""The image classifiers of this package as timm's: its methods, its registry, its checkpoints.
 
 Shapes: B images, N tokens, P tokens before the cells of the grid (the class token), W width, H heads, D head_dim.
 """
@@ -16,87 +11,26 @@ from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import global_pool_nlc
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..models.base import FlowModel, config_from
-from ..models.vision import (
+from ...models.base import FlowModel, config_from
+from ...models.vision import (
     DEIT_PRESETS,
     PRESETS,
     STD,
     DeiTConfig,
     FlowformerDeiT,
     FlowformerVision,
+    GridPositions,
     VisionConfig,
 )
-from ..ops import FlowVariant, flow_attention
+from .checkpoints import convert, convert_hook
 
-try:
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    from timm.layers import Attention, global_pool_nlc
-    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-    from timm.models._features import feature_take_indices
-except Exception as error:  # a torchvision built for another torch raises RuntimeError
-    raise ImportError(
-        "flowformer.integrations.timm needs timm and a torchvision that fits torch: pip install 'flowformer[timm]'."
-    ) from error
-
-__all__ = ["FlowAttention", "TimmFlowDeiT", "TimmFlowformer"]  # register_model adds the models
-_DEFAULT = FlowVariant()
-
-
-class FlowAttention(Attention):
-    """Flow-Attention in the place of `timm.layers.Attention`: same arguments, same names of parameters.
-
-    Weights of a softmax model load as they are; train on, since the attention is another function. `attn_drop` acts
-    on the result, before the projection: there is no matrix of weights to drop from. timm's switches for fused
-    attention and for export choose between our kernels and plain torch.
-
-    timm takes a class here, not a partial: for another variant set `variant` in a subclass.
-
-    >>> FlowAttention(32, num_heads=4)(torch.randn(2, 10, 32)).shape
-    torch.Size([2, 10, 32])
-    """
-
-    variant: ClassVar[FlowVariant | str] = _DEFAULT
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """The tokens x (B, N, W) after attention.
-
-        Args:
-            attn_mask: (B, 1, 1, N) or (1, 1, 1, N) bool, True = takes part. A masked token takes part in nothing.
-            is_causal: each token sees itself and the past.
-        """
-        mask = None if attn_mask is None else _token_mask(attn_mask, x)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, D)
-        result = flow_attention(
-            self.q_norm(q),
-            self.k_norm(k),
-            v,
-            is_causal=is_causal,
-            query_mask=mask,
-            key_mask=mask,
-            variant=self.variant,
-            backend=None if self.fused_attn else "torch",
-        )
-        result = self.norm(self.attn_drop(result.transpose(1, 2).flatten(2)))
-        gate = getattr(self, "gate", None)  # timm has it since 1.0.28
-        if gate is not None:
-            result = result * gate(x).sigmoid()
-        return self.proj_drop(self.proj(result))
-
-    def extra_repr(self) -> str:
-        return f"variant={self.variant}"
-
-
-def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
-    batch, length = x.shape[0], x.shape[1]
-    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in ((batch, 1, 1, length), (1, 1, 1, length)):
-        raise NotImplementedError(
-            f"Flow-Attention has no matrix of weights to mask, got an attn_mask of {attn_mask.dtype} and shape "
-            f"{tuple(attn_mask.shape)}; accepted: bool of shape {(batch, 1, 1, length)}, True = the token takes part. "
-            "For a causal model pass is_causal=True."
-        )
-    return attn_mask[:, 0, 0].expand(batch, length)
+__all__ = ["TimmFlowDeiT", "TimmFlowformer"]  # register_model adds the models
 
 
 class _TimmModel(FlowModel):
@@ -112,6 +46,7 @@ class _TimmModel(FlowModel):
     default_pool: ClassVar[str]
     num_prefix_tokens: ClassVar[int]
     feature_info: list[dict[str, Any]]
+    positions: GridPositions
     norm: Any  # nn.LayerNorm, or nn.Identity where pruned
     head: Any  # nn.Linear, or nn.Identity without classes
 
@@ -121,6 +56,7 @@ class _TimmModel(FlowModel):
         self.num_classes = self.config.num_classes
         self.head_drop = nn.Dropout(drop_rate)
         self._set_pool(self.default_pool if global_pool is None else global_pool)
+        self.register_load_state_dict_pre_hook(convert_hook)
         if config.num_classes == 0:
             self.reset_classifier(0)
 
@@ -182,6 +118,48 @@ class _TimmModel(FlowModel):
             if stop_early and i == last:
                 break
         return maps if intermediates_only else (self.norm(tokens), maps)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """The feature maps of the last n entries of `feature_info`, or of those at n: DINO's name and arguments.
+
+        Args:
+            reshape: (B, W, rows, columns) instead of (B, N, W).
+            return_prefix_tokens, norm: as for `forward_intermediates`.
+        """
+        return self.forward_intermediates(
+            x,
+            n,
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+        )
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Learn positions for images of another size from now on, beginning with those that images of it get now.
+
+        Args:
+            img_size: one number, or rows and columns.
+            patch_size: must be that of the model.
+        """
+        patch = self.config.patch_size
+        if patch_size not in (None, patch, (patch, patch)):
+            raise NotImplementedError(
+                f"the patches stay as they are, {patch} × {patch} pixels, got patch_size {patch_size}. Build a model "
+                "with it, and load the weights into that."
+            )
+        if img_size is not None:
+            self.config = replace(self.config, image_size=_image_size(img_size))
+            self.positions.resize(self.config.grid)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -338,26 +316,30 @@ def _build(
 ) -> _TimmModel:
     """A model of the preset with some fields changed, under timm's names or the config's."""
     fields = {_FIELDS.get(name, name): value for name, value in changes.items()}
-    if not isinstance(fields.get("image_size", 0), int):
-        fields["image_size"] = _side(*fields["image_size"])
+    if "image_size" in fields:
+        fields["image_size"] = _image_size(fields["image_size"])
     config = config_from(type(preset), vars(preset) | fields)
     return model_class(config, global_pool=global_pool, drop_rate=drop_rate).to(device=device, dtype=dtype)
 
 
-def _side(rows: int, columns: int) -> int:
-    if rows != columns:
-        raise ValueError(
-            f"img_size must be one number or two equal ones, got {(rows, columns)}. Leave it out: images of other "
-            "sizes get their positions by interpolation."
-        )
-    return rows
+def _image_size(size: int | Sequence[int]) -> int | tuple[int, int]:
+    """One number where both sides are equal."""
+    if isinstance(size, int):
+        return size
+    rows, columns = size
+    return rows if rows == columns else (rows, columns)
 
 
 def _create(name: str, pretrained: bool, preset: VisionConfig | DeiTConfig, **options) -> nn.Module:
     model_class, maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
     feature_cfg = {"out_indices": options.pop("out_indices", maps), "feature_cls": "getter"}
     return build_model_with_cfg(
-        partial(_build, model_class, preset), name, pretrained, feature_cfg=feature_cfg, **options
+        partial(_build, model_class, preset),
+        name,
+        pretrained,
+        feature_cfg=feature_cfg,
+        pretrained_filter_fn=convert,
+        **options,
     )
 
 

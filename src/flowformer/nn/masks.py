@@ -1,0 +1,78 @@
+"""The masks of torch and timm, read as what Flow-Attention takes: which tokens take part, and whether it is causal.
+
+A float mask is added to the scores of a softmax: 0 keeps, and -inf, finfo.min, -1e9 or -1e4 leave out. Any other value
+would be a bias, which has no linear form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HUGE = 1e4  # exp(-HUGE) is 0 in every dtype
+
+
+def kept_tokens(mask: Tensor | None, shape: torch.Size, name: str = "key_padding_mask") -> Tensor | None:
+    """Which tokens take part, from a padding mask of torch's convention: True or hugely negative is left out."""
+    if mask is None:
+        return None
+    if mask.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(mask.shape)}.")
+    if mask.dtype == torch.bool:
+        return ~mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool or float, got {mask.dtype}. Pass mask.bool().")
+    kept, left_out = mask == 0, mask <= -HUGE
+    require(
+        (kept | left_out).all(),
+        f"a float {name} may hold 0 (takes part) and -inf or anything from {-HUGE:g} down (left out) only: other "
+        "values would bias the keys of a softmax, and there is none here.",
+    )
+    return kept
+
+
+def is_causal_mask(attn_mask: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether the mask is the causal one (True) or blocks nothing (False); there is no linear form of any other.
+
+    Where values cannot be read, a square mask is taken for the causal one, and a check that runs with the graph
+    raises if it is not.
+    """
+    message = (
+        f"attn_mask of shape {tuple(attn_mask.shape)} is neither the causal mask of shape {shape} nor empty, and a "
+        "general matrix of queries by keys has no linear form. Pass is_causal=True for the causal mask, and padding as "
+        "key_padding_mask."
+    )
+    if attn_mask.shape != shape:
+        raise NotImplementedError(message)
+    blocked = attn_mask if attn_mask.dtype == torch.bool else attn_mask <= -HUGE
+    is_mask = (blocked | (attn_mask == 0)).all()
+    is_causal = is_mask & (blocked == torch.ones_like(blocked).triu(1)).all()
+    if not is_readable(attn_mask):
+        torch._assert_async(
+            is_causal,
+            "attn_mask is not the causal mask, the only one that a compiled or captured graph takes. Pass "
+            "attn_mask=None where it blocks nothing; a general matrix of queries by keys has no linear form.",
+        )
+        return True
+    if bool(is_mask) and not bool(blocked.any()):
+        return False
+    require(is_causal, message)
+    return True
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raise unless the tensor is True; where it cannot be read, when the graph runs."""
+    if not is_readable(condition):
+        torch._assert_async(condition, message)
+        return
+    try:
+        holds = bool(condition)
+    except RuntimeError as error:
+        raise NotImplementedError("a mask cannot be checked under torch.vmap. Pass a bool padding mask.") from error
+    if not holds:
+        raise NotImplementedError(message)
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether Python can look at the values: not in a compiled or captured graph, nor where there are none."""
+    return not (torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
