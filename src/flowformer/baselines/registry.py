@@ -26,6 +26,8 @@ class Mechanism(nn.Module):
     masks: ClassVar[bool] = True
     cross: ClassVar[bool] = True  # queries and keys may be of different number
     linear: ClassVar[bool] = False  # time and memory grow (nearly) as the length does
+    # of query and key, what has an influence on the result; modules build no projection of the other
+    reads: tuple[str, ...] = ("query", "key")
 
     def forward(
         self,

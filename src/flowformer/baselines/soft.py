@@ -33,6 +33,7 @@ class SoftAttention(Mechanism):
     linear = True
     causal = False
     cross = False
+    reads = ("query",)
     ridge = 0.01  # added to the diagonal before the inverse, as in the released code
 
     def __init__(

@@ -161,8 +161,7 @@ class FlowformerDecision(FlowModel):
         """The published initialisation: that of GPT-2 for the layers, PyTorch's for embeddings and heads."""
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
-            projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
-            for linear in [*projections, mlp.linear1, mlp.linear2]:
+            for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
                 nn.init.normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
 

@@ -151,8 +151,8 @@ class FlowformerLM(FlowModel):
                 nn.init.normal_(table.weight, std=0.02 if gpt else self.config.embed_dim**-0.5)
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
-            projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-            for linear in [*projections, attention.out_proj, mlp.linear1, mlp.linear2]:
+            *projections, _ = attention.projections()
+            for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
                 if gpt:
                     nn.init.normal_(linear.weight, std=0.02)
                     nn.init.zeros_(linear.bias)

@@ -229,8 +229,7 @@ class VisionLayer(nn.Module):
         self.mlp = FeedForward(embed_dim, mlp_ratio * embed_dim, dropout=dropout)
         self.layer_scale = None if layer_scale is None else nn.Parameter(torch.full((embed_dim,), layer_scale))
         self.drop_path = DropPath(drop_path)
-        projections = (getattr(self.attention, f"{name}_proj") for name in ("q", "k", "v", "out"))
-        _initialise(*projections, self.mlp.linear1, self.mlp.linear2)
+        _initialise(*self.attention.projections(), self.mlp.linear1, self.mlp.linear2)
 
     def forward(self, x: Tensor) -> Tensor:
         """The tokens x (B, N, W) after the layer."""
