@@ -8,7 +8,6 @@ Shapes: T steps of a window, S numbers of a state, A of an action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +19,21 @@ from torch.utils.data import Dataset
 from . import store
 from .splits import Columns, DataInfo, Item, Splits
 
-ENVIRONMENTS = ("halfcheetah", "hopper", "walker2d")
+ENVIRONMENTS = {"halfcheetah": "HalfCheetah", "hopper": "Hopper", "walker2d": "Walker2d"}
 QUALITIES = ("medium", "medium-replay", "medium-expert")
 RETURN_SCALE = 1000.0
+# steps and episodes of D4RL's v2 files; the steps after the last end of an episode count as steps only
+SIZES = {
+    "halfcheetah-medium": (1_000_000, 1000),
+    "halfcheetah-medium-replay": (202_000, 202),
+    "halfcheetah-medium-expert": (2_000_000, 2000),
+    "hopper-medium": (1_000_000, 2186),
+    "hopper-medium-replay": (402_000, 2041),
+    "hopper-medium-expert": (2_000_000, 3213),
+    "walker2d-medium": (1_000_000, 1190),
+    "walker2d-medium-replay": (302_000, 1093),
+    "walker2d-medium-expert": (2_000_000, 2190),
+}
 
 
 class Episode(NamedTuple):
@@ -83,12 +94,14 @@ class Windows(Dataset[Item]):
         }
 
 
-def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> Splits:
+def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, version: str = "v2") -> Splits:
     """A D4RL set such as "hopper-medium-replay", from folder/d4rl/hopper_medium_replay-v2.hdf5.
 
     Args:
         window: T.
-        version: of the file; another than "v2" is not the paper's data.
+        version: of the file; another than "v2" is not the paper's data. One that begins with "v5" was recorded in
+            gymnasium's v5 environments, any other in environments with the physics of its v4, as D4RL's own: between
+            them the friction of Walker2d's feet changed.
     """
     environment, _, quality = name.partition("-")
     file = f"{environment}_{quality.replace('-', '_')}-{version}.hdf5"
@@ -103,9 +116,16 @@ def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> S
         "60 to 800 MB",
     )
     store.require(source, *paths)
-    episodes = [episode for path in paths for episode in _read_d4rl(path)]
-    differs = "" if version == "v2" else f"version {version} of the files, not D4RL's v2"
-    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window)
+    files = [_read_d4rl(path) for path in paths]
+    episodes = [episode for _, part in files for episode in part]
+    if version == "v2":
+        steps = sum(count for count, _ in files)
+        found = zip(("steps", "episodes"), (steps, len(episodes)), SIZES.get(name, (None, None)), strict=True)
+        differs = store.notes(*(store.complete(paths[0], *counts, partial=partial) for counts in found))
+    else:
+        differs = f"version {version} of the files, not D4RL's v2"
+    played = f"{ENVIRONMENTS[environment]}-{'v5' if version.startswith('v5') else 'v4'}"
+    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window, played)
 
 
 def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
@@ -133,10 +153,13 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     except (OSError, KeyError, ValueError) as error:
         raise store.DamagedDataError(f"{home} is damaged: {error}") from error
     paths = sorted(path for path in home.rglob("*") if path.is_file())
-    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window)
+    played = "" if data.spec.env_spec is None else data.spec.env_spec.id
+    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window, played)
 
 
-def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int) -> Splits:
+def _splits(
+    name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str
+) -> Splits:
     train = Windows(episodes, window)
     info = DataInfo(
         name,
@@ -144,13 +167,14 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
         num_features=train.states.shape[1],
         num_actions=train.actions.shape[1],
         max_length=window,
+        environment=environment,
         differs=differs,
     )
     return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
 
 
-def _read_d4rl(path: Path) -> Iterator[Episode]:
-    """The episodes that end; steps after the last end are dropped."""
+def _read_d4rl(path: Path) -> tuple[int, list[Episode]]:
+    """How many steps there are, and the episodes that end; steps after the last end are in none."""
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
     try:
         with store.extra("h5py", "rl").File(path) as file:
@@ -164,5 +188,7 @@ def _read_d4rl(path: Path) -> Iterator[Episode]:
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
             f"{sorted(sizes)} steps and {len(ends)} ends."
         )
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        yield Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
+    return len(rewards), [
+        Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]

@@ -135,6 +135,9 @@ DEIT_PRESETS = {
     "deit-ti": DeiTConfig(embed_dim=192, num_heads=3),
     "deit-s": DeiTConfig(),
     "deit-b": DeiTConfig(embed_dim=768, num_heads=12),
+    # the Transformers of the paper's table, as trained from scratch; they were evaluated at 384 × 384
+    "vit-b": DeiTConfig(embed_dim=768, num_heads=12, dropout=0.1, drop_path=0.0, attention="softmax"),
+    "vit-l": DeiTConfig(embed_dim=1024, depth=24, num_heads=16, dropout=0.1, drop_path=0.0, attention="softmax"),
 }
 
 

@@ -17,7 +17,8 @@ from .config import TrainConfig
 class Batches(Sampler[tuple[int, list[int]]]):
     """The parts of each update that one process computes, from an update on: the number of a part, and its indices.
 
-    An epoch is a permutation drawn from the seed and the number of the epoch; all processes draw the same.
+    An epoch is a permutation drawn from the seed and the number of the epoch; all processes draw the same. With
+    replacement, it is as many independent draws. Repeated examples follow one another, so that the processes share them.
     """
 
     def __init__(self, length: int, config: TrainConfig, start: int, stop: int, process: int, processes: int) -> None:
@@ -34,7 +35,11 @@ class Batches(Sampler[tuple[int, list[int]]]):
             if step // per_epoch != epoch:
                 epoch = step // per_epoch
                 generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
-                order = torch.randperm(self.length, generator=generator).tolist()
+                if self.config.replacement:
+                    order = torch.randint(self.length, (self.length,), generator=generator)
+                else:
+                    order = torch.randperm(self.length, generator=generator)
+                order = order.repeat_interleave(self.config.repeats)[: self.length].tolist()
             first = step % per_epoch * size
             batch = order[first : first + size]
             for part in range(self.process, self.parts, self.parts // self.config.accumulate):
