@@ -2,11 +2,12 @@
 
 from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
 from .multihead import FlowMultiheadAttention
-from .positions import LearnedPositions, SinusoidalPositions, token_positions
+from .positions import FairseqPositions, LearnedPositions, SinusoidalPositions, token_positions
 from .swap import replace_attention
 from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
 
 __all__ = [
+    "FairseqPositions",
     "FeedForward",
     "FlowAttention",
     "FlowDecoder",

@@ -139,7 +139,7 @@ class FlowAttention(ProjectedAttention):
 
     def __init__(self, embed_dim: int, num_heads: int, *, variant: FlowVariant | str = _DEFAULT, **options) -> None:
         super().__init__(embed_dim, num_heads, **options)
-        self.variant = checks.variant(variant)
+        self.variant = checks.variant(variant, self.is_causal)
         self._recorded: list[FlowMaps] | None = None
 
     def new_state(self, batch_size: int) -> FlowState:

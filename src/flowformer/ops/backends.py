@@ -76,6 +76,8 @@ def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool,
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
+    if variant.competitors == "heads" or variant.feature_map == "relu+eps":
+        return ['the kernels have no competitors="heads" and no feature_map="relu+eps"']
     return _kernels(is_causal).refusals(query, key, value, variant)
 
 

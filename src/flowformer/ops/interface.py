@@ -60,7 +60,7 @@ def flow_attention(
     """
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
     chosen = backends.choose(backend, query, key, value, is_causal, variant)
@@ -108,7 +108,7 @@ def flow_attention_recurrent(
     checks.causal_lengths(query, key)
     if state is not None:
         checks.state(state, query, value)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, True)
     chosen = backends.choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
     result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
@@ -149,7 +149,7 @@ def flow_attention_varlen(
     """
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     chosen = backends.choose(backend, query, key, value, is_causal, variant)
     return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
@@ -181,7 +181,7 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, options = checks.scale(scale), asdict(checks.variant(variant))
+    scale, options = checks.scale(scale), asdict(checks.variant(variant, is_causal))
     key = reference.repeat_heads(query, key)
     with torch.autocast(query.device.type, enabled=False):
         if not is_causal:
@@ -215,7 +215,7 @@ def explain(
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
     checks.scale(scale)
-    variant = checks.variant(variant)
+    variant = checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
     kind = "causal" if is_causal else "bidirectional"

@@ -218,7 +218,7 @@ def distinct(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
         with torch.autocast(query.device.type, enabled=False):
             return torch_backend.bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
     return _Bidirectional.apply(*distinct(query, key, value, query_mask, key_mask), scale, *variant.as_args())[0]
@@ -235,7 +235,9 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
 
 
 def packed(query, key, value, lengths: varlen.Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
-    if torch.compiler.is_exporting():
+    if variant.competitors == "heads" and not torch.compiler.is_exporting():
+        varlen.starts_and_lengths(query, key, lengths, is_causal)
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
         with torch.autocast(query.device.type, enabled=False):
             return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
     tensors, longest = distinct(query, key, value, *lengths[:2]), lengths[2:]
