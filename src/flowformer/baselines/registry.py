@@ -39,6 +39,22 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
+        return self._checked(self.attend, query, key, value, is_causal, query_mask, key_mask)
+
+    def weigh(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The product of the attention's matrix with the values: the result, before what is not linear in them."""
+        return self._checked(self.weighted, query, key, value, is_causal, query_mask, key_mask)
+
+    def _checked(self, attend, query, key, value, is_causal, query_mask, key_mask) -> Tensor:
         query, key, value = attention_inputs(query, key, value, enable_gqa=False)
         attention_masks(query, key, query_mask, key_mask)
         if is_causal:
@@ -60,12 +76,16 @@ class Mechanism(nn.Module):
         # sums over many tokens must not be rounded to what autocast would choose
         device = query.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-            result = self.attend(query, key, value, is_causal, query_mask, key_mask)
+            result = attend(query, key, value, is_causal, query_mask, key_mask)
         return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         """The result, (B, H, N, E); rows that are masked may hold anything finite."""
         raise NotImplementedError
+
+    def weighted(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        """What `weigh` gives, likewise; the result itself unless a mechanism says otherwise."""
+        return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 
 _REGISTRY: dict[str, type[Mechanism]] = {}

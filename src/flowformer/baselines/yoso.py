@@ -51,6 +51,9 @@ class YosoAttention(Mechanism):
         self.hashes = hashes
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        return F.normalize(self.weighted(query, key, value, is_causal, query_mask, key_mask), dim=-1).to(query.dtype)
+
+    def weighted(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
         v = valid(value, key_mask)  # a source without value has no say: the weights need no mask
         blocks = [
@@ -65,7 +68,7 @@ class YosoAttention(Mechanism):
             )
             for start, block in zip(range(0, max(q.shape[2], 1), BLOCK), q.split(BLOCK, 2), strict=True)
         ]
-        return F.normalize(torch.cat(blocks, 2), dim=-1).to(query.dtype)
+        return torch.cat(blocks, 2)
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, start: int | None) -> Tensor:
         cosine = q @ k.mT  # (B, H, C, M)
