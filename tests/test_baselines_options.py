@@ -45,7 +45,7 @@ def test_every_option_has_a_type_and_a_default():
             assert parameter.annotation is not parameter.empty, (name, option)
             assert parameter.default is not parameter.empty, (name, option)
     assert set(baselines.options("reformer")) == {"rounds", "chunk", "buckets", "redraw_every"}
-    assert baselines.options("softmax") == {}
+    assert baselines.options("linear") == {}
 
 
 @pytest.mark.parametrize("model_class", MODELS)

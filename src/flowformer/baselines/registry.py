@@ -21,11 +21,12 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
-    bidirectional: ClassVar[bool] = True
-    causal: ClassVar[bool] = True
-    masks: ClassVar[bool] = True
-    cross: ClassVar[bool] = True  # queries and keys may be of different number
-    linear: ClassVar[bool] = False  # time and memory grow (nearly) as the length does
+    # what it can do; an option may take from that
+    bidirectional: bool = True
+    causal: bool = True
+    masks: bool = True
+    cross: bool = True  # queries and keys may be of different number
+    linear: bool = False  # time and memory grow (nearly) as the length does
     # of query and key, what has an influence on the result; modules build no projection of the other
     reads: tuple[str, ...] = ("query", "key")
 
@@ -68,6 +69,7 @@ class Mechanism(nn.Module):
         missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
         if missing:
             able = [name for name in names() if all(getattr(get(name), ability) for ability in missing)]
+            able = [name for name in able if name != self.name]
             raise NotImplementedError(
                 f"{self.name} attention does not support: {', '.join(missing)}. These do: {', '.join(able)}."
             )

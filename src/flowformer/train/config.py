@@ -30,6 +30,7 @@ ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp"]
 Split = Literal["valid", "test"]
+Preset = Literal["recipe", "benchmark"]
 
 
 def _check(config: Any) -> None:
@@ -119,6 +120,8 @@ class TrainConfig:
 
     Args:
         recipe: the name of the recipe it comes from.
+        preset: whose sizes the model has: the "recipe"'s, or those that the Long-Range Arena has for the attention, as
+            the override preset=benchmark asks for.
         task: what a batch and a metric are, see `tasks`.
         data, data_options: the name of the data, and what `data.load` takes besides; "partial" accepts incomplete data,
             and the result says so.
@@ -154,6 +157,7 @@ class TrainConfig:
     model: ModelConfig
     optimiser: Optimiser
     schedule: Schedule = Schedule()
+    preset: Preset = "recipe"
     data_options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     epochs: int | None = None
@@ -241,7 +245,8 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     """The config with other values, each as key=value; of a key, the parts after any of its dots are enough if clear.
 
-    An attention brings its options along, which are keys as well.
+    An attention brings its options along, which are keys as well. preset=benchmark comes before all others: what is set
+    besides is kept.
 
     >>> from flowformer.train import recipes
     >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])
@@ -250,12 +255,17 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # the attention says which options there are
-    for assignment in sorted(assignments, key=lambda each: not re.match(r"(model\.)?attention=", each)):
+    # the attention says which options there are, and then the preset what they are
+    first = (r"(model\.)?attention=", r"preset=")
+    for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"{assignment!r} is no override; accepted: key=value, such as steps=100.")
         config = _replaced(config, _resolve(config, key).split("."), text, key)
+        if key == "preset" and config.preset == "benchmark":
+            from .benchmark import benchmark  # here, since it needs this file
+
+            config = benchmark(config)
     return config
 
 
