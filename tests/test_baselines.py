@@ -210,9 +210,14 @@ class TestDocs:
         assert set(re.findall(r"`(flow-[^`]+)`", self.page)) == set(ABLATIONS)
 
     def test_code_runs(self, capsys):
-        (code,) = re.findall(r"```python\n(.*?)```", self.page, re.DOTALL)
-        exec(compile(code, "docs/rivals.md", "exec"), {})
-        assert capsys.readouterr().out == "torch.Size([2, 2])\ntorch.Size([2, 8, 1000, 64])\n"
+        for code in re.findall(r"```python\n(.*?)```", self.page, re.DOTALL):
+            exec(compile(code, "docs/rivals.md", "exec"), {})
+        assert capsys.readouterr().out.splitlines() == [
+            "torch.Size([2, 2])",
+            "torch.Size([2, 8, 1000, 64])",
+            "torch.Size([2, 4, 30]) torch.Size([2, 4, 30])",
+            "{'flow': 2, 'softmax': 2, 'linear': 2, 'cosformer': 2}",
+        ]
 
     def test_command_is_accepted(self):
         commands = re.findall(r"`flowformer train (\S+) (.*?)`", self.page)

@@ -226,7 +226,9 @@ def test_equals_the_dense_formula(case, is_causal, length):
         torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
+)
 def test_cross_attention(case):
     module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
     assert relative_error(module(*inputs), dense(module, inputs, False)) < 1e-12
@@ -272,7 +274,9 @@ def test_padded_is_alone(case, is_causal, length, poison):
     assert (padded(*inputs)[~mask[:, None].expand(-1, HEADS, -1)] == 0).all()
 
 
-@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
+)
 def test_padded_sources_of_another_sequence(case):
     module, mask = build(case), padded_batch(12)
     q, k, v = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=7, sources=12)
@@ -393,7 +397,7 @@ def test_bad_options():
     with pytest.raises(ValueError, match="landmark_norm has a weight for each feature of a head; pass head_dim"):
         soft.SoftAttention(num_heads=HEADS, landmark_norm=True)
     inputs = random_inputs(heads=HEADS, dim=DIM)
-    with pytest.raises(NotImplementedError, match="yoso attention does not support: causal. These do: (?!.*yoso)"):
+    with pytest.raises(NotImplementedError, match=r"yoso attention does not support: causal\. These do: (?!.*yoso)"):
         build("yoso, convolution")(*inputs, is_causal=True)
     with pytest.raises(ValueError, match="features must be positive, got 0"):
         performer.PerformerAttention(head_dim=DIM, features=0)

@@ -319,7 +319,15 @@ class TestCommand:
         assert f"| {published} |" in table
 
     def test_decision_transformer_is_the_recipe(self, folder):
-        options = ("steps=1", "embed_dim=16", "num_heads=2", "mlp_dim=16", "num_layers=1", "final_episodes=1", "workers=0")
+        options = (
+            "steps=1",
+            "embed_dim=16",
+            "num_heads=2",
+            "mlp_dim=16",
+            "num_layers=1",
+            "final_episodes=1",
+            "workers=0",
+        )
         options = (*options, "partial=true")
         arguments = ("rival", "d4rl/hopper-medium", "dt", *options, "--seed", 2, "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))

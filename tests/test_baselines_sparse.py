@@ -222,9 +222,7 @@ def test_padded_is_alone(case, is_causal):
     for row in range(3):
         alone = [x[row : row + 1, :, mask[row]].clone().requires_grad_() for x in inputs]
         result = build(case)(*alone, is_causal=is_causal)
-        gradients = torch.autograd.grad(
-            result, alone, cotangent[row : row + 1, :, mask[row]], materialize_grads=True
-        )
+        gradients = torch.autograd.grad(result, alone, cotangent[row : row + 1, :, mask[row]], materialize_grads=True)
         for value, expected in zip(ours, (result, *gradients), strict=True):
             torch.testing.assert_close(value[row, :, mask[row]], expected[0], rtol=1e-10, atol=1e-12)
             assert (value[row, :, ~mask[row]] == 0).all()

@@ -137,7 +137,11 @@ class TestD4RL:
 
     @pytest.mark.parametrize(
         ("name", "version", "environment"),
-        [("walker2d", "v2", "Walker2d-v4"), ("halfcheetah", "v4rl", "HalfCheetah-v4"), ("hopper", "v5sac", "Hopper-v5")],
+        [
+            ("walker2d", "v2", "Walker2d-v4"),
+            ("halfcheetah", "v4rl", "HalfCheetah-v4"),
+            ("hopper", "v5sac", "Hopper-v5"),
+        ],
     )
     def test_what_is_played_has_the_physics_of_the_data(self, tmp_path, name, version, environment):
         write(tmp_path / "d4rl" / f"{name}_medium-{version}.hdf5", arrays())

@@ -65,4 +65,6 @@ def test_two_processes_have_the_gradients_of_one(found, name):
     whole = gradients(name, lambda model: model, slice(None))
     assert whole.keys() == found[name].keys()
     for parameter, truth in whole.items():
-        torch.testing.assert_close(found[name][parameter], truth, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: p + m)
+        torch.testing.assert_close(
+            found[name][parameter], truth, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: p + m
+        )

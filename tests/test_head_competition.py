@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import random_inputs, relative_error, with_gradients
@@ -17,6 +20,7 @@ from flowformer import (
 from flowformer.models import ClassifierConfig, FlowformerClassifier
 from flowformer.nn import FlowAttention
 from flowformer.ops import backends
+from flowformer.ops.variant import PRESETS
 from flowformer.train import recipes
 
 LRA = FlowVariant.named("lra")
@@ -173,7 +177,7 @@ class TestRefusals:
             lambda: flow_attention_varlen(*[self.x[0].mT.mT] * 3, bounds, bounds, 4, 4, is_causal=True, variant="lra"),
             lambda: FlowAttention(16, 2, is_causal=True, variant="lra"),
         ):
-            with pytest.raises(NotImplementedError, match='competitors="heads".*is bidirectional only'):
+            with pytest.raises(NotImplementedError, match=r'competitors="heads".*is bidirectional only'):
                 call()
 
     @pytest.mark.parametrize("variant", [FlowVariant(competitors="heads"), FlowVariant(feature_map="relu+eps"), LRA])
@@ -199,6 +203,12 @@ def test_a_model_trains_with_it_and_comes_back_from_a_folder(tmp_path):
     again = FlowformerClassifier.from_pretrained(tmp_path)
     assert again.config.variant == LRA
     assert torch.equal(again(tokens), model(tokens))
+
+
+def test_the_readme_names_every_variant():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (names,) = re.findall(r"`FlowVariant\.named\((.*?)\)`", readme)
+    assert re.findall(r'"(.*?)"', names) == list(PRESETS)
 
 
 def test_published_recipes_of_the_long_range_arena_have_it():

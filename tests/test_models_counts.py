@@ -42,7 +42,9 @@ def test_size_of_the_hierarchical_model_with_rivals_that_share_queries_and_keys(
     for attention in ("soft", "reformer"):
         counts = size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=attention))
         assert counts.parameters < 43_311_304 - 3e6
-        assert f"{counts.layers / 2**30:.1f}" == "5.8"  # as the paper prints for SOFT; its 6.0 for Reformer has no source
+        assert (
+            f"{counts.layers / 2**30:.1f}" == "5.8"
+        )  # as the paper prints for SOFT; its 6.0 for Reformer has no source
 
 
 def test_attention_of_each_rival_is_counted_as_its_own():

@@ -89,7 +89,10 @@ def fairseq_weights(tied=True):
     for layer in range(2):
         home = f"decoder.layers.{layer}"
         for name in "kvq":
-            sizes |= {f"{home}.self_attn.{name}_proj.weight": (width, width), f"{home}.self_attn.{name}_proj.bias": (width,)}
+            sizes |= {
+                f"{home}.self_attn.{name}_proj.weight": (width, width),
+                f"{home}.self_attn.{name}_proj.bias": (width,),
+            }
         sizes |= {f"{home}.self_attn.out_proj.weight": (width, width), f"{home}.self_attn.out_proj.bias": (width,)}
         sizes |= {f"{home}.fc1.weight": (inner, width), f"{home}.fc1.bias": (inner,)}
         sizes |= {f"{home}.fc2.weight": (width, inner), f"{home}.fc2.bias": (width,)}
@@ -123,7 +126,9 @@ def fairseq_logits(weights, tokens, heads):
         home = f"layers.{layer}"
         normed = norm(x, f"{home}.self_attn_layer_norm")
         q, k, v = (
-            nn.functional.linear(normed, *get(f"{home}.self_attn.{name}_proj")).unflatten(-1, (heads, -1)).transpose(1, 2)
+            nn.functional.linear(normed, *get(f"{home}.self_attn.{name}_proj"))
+            .unflatten(-1, (heads, -1))
+            .transpose(1, 2)
             for name in "qkv"
         )
         q, k, eps = q.sigmoid(), k.sigmoid(), 1e-6

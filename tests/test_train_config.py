@@ -193,7 +193,10 @@ class TestRecipes:
 
     def test_published_evaluates_and_draws_as_the_releases_do(self):
         assert [recipes.get(f"uea/Heartbeat{suffix}").eval_epochs for suffix in ("", "@published")] == [1, 2]
-        assert [recipes.get(f"d4rl/hopper-medium{suffix}").replacement for suffix in ("", "@published")] == [False, True]
+        assert [recipes.get(f"d4rl/hopper-medium{suffix}").replacement for suffix in ("", "@published")] == [
+            False,
+            True,
+        ]
 
     def test_deit_has_its_own_augmentation(self):
         config = recipes.get("imagenet/deit-s")

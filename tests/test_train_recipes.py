@@ -117,7 +117,10 @@ CASES = {
     "ptb": (lambda folder: words(folder, "ptb/ptb.{}.txt"), [*SMALL, "data_options.length=8"]),
     "imagenet/hierarchical": (imagenet, [*SMALL_VISION, "size=32", "image_size=32"]),
     "imagenet/deit-s": (imagenet, ["embed_dim=16", "depth=1", "num_heads=2", "size=32", "image_size=32"]),
-    "imagenet/vit-b": (imagenet, ["embed_dim=16", "depth=1", "num_heads=2", "size=32", "image_size=32", "accumulate=2"]),
+    "imagenet/vit-b": (
+        imagenet,
+        ["embed_dim=16", "depth=1", "num_heads=2", "size=32", "image_size=32", "accumulate=2"],
+    ),
     "cifar10": (write_cifar10, SMALL_VISION),
     "uea/Heartbeat": (lambda folder: series(folder, "Heartbeat"), SMALL),
     "d4rl/hopper-medium-replay": (
@@ -159,7 +162,9 @@ def test_runs_from_files_to_a_result(tmp_path, name, attention):
         played = [each["episodes"] for each in record.read_log(tmp_path / "run") if each["kind"] == "eval"]
         assert played == [config.episodes, config.final_episodes]
         # the rewards of these episodes are below 1, and their sum below 30
-        assert re.fullmatch(r"target return \d+ and \d+ above every episode of the data, the best 1\d", result["final"]["note"])
+        assert re.fullmatch(
+            r"target return \d+ and \d+ above every episode of the data, the best 1\d", result["final"]["note"]
+        )
 
 
 def test_the_cases_are_of_every_family():

@@ -85,7 +85,9 @@ class Mechanism(nn.Module):
         """The result, (B, H, N, E); rows that are masked may hold anything finite."""
         raise NotImplementedError
 
-    def weighted(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    def weighted(
+        self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> Tensor:
         """What `weigh` gives, likewise; the result itself unless a mechanism says otherwise."""
         return self.attend(query, key, value, is_causal, query_mask, key_mask)
 

@@ -65,7 +65,9 @@ class YosoAttention(Mechanism):
             result = result + convolve(valid(value, key_mask), self.convolution, key_mask)
         return result.to(query.dtype)
 
-    def weighted(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    def weighted(
+        self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> Tensor:
         q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
         v = valid(value, key_mask)  # a source without value has no say: the weights need no mask
         blocks = [

@@ -157,9 +157,7 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window, played)
 
 
-def _splits(
-    name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str
-) -> Splits:
+def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str) -> Splits:
     train = Windows(episodes, window)
     info = DataInfo(
         name,

@@ -56,8 +56,8 @@ class LMConfig:
         vocab_size: V.
         num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
         activation: of the feed-forward networks; "gelu_tanh" is the approximation of GPT-2.
-        positions: "sinusoidal" and "fairseq", the sinusoids in the order of the paper's released command, have no longest
-            length; "learned" is a table of `max_length` positions.
+        positions: "sinusoidal", or "fairseq", sinusoids in the order of the released command, which have no longest
+            length; or "learned", a table of `max_length` positions.
         max_length: the longest sequence, for learned positions and for rivals whose parameters depend on it.
         scale_embedding: whether embeddings are multiplied by √W.
         tie_embedding: whether the last map to the vocabulary is the embedding.

@@ -165,8 +165,8 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
 def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
     """The language model of the WikiText-103 release, which fairseq trains and saves.
 
-    Its words have the numbers of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, the others are in the order
-    of its dict.txt.
+    Its words have the numbers of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, the others are in the
+    order of its dict.txt.
     """
     source = _Source("language", weights)
     embedding = source["decoder.embed_tokens.weight"]

@@ -81,7 +81,9 @@ def matrix_maps(
     columns = []
     row_sums = row_logs = query.new_zeros(batch, heads, sinks, dtype=torch.promote_types(query.dtype, torch.float32))
     for start in range(0, sources, block):
-        identity = torch.eye(sources, min(block, sources - start), dtype=query.dtype, device=query.device).roll(start, 0)
+        identity = torch.eye(sources, min(block, sources - start), dtype=query.dtype, device=query.device).roll(
+            start, 0
+        )
         weights = attend(identity.expand(batch, heads, -1, -1)).to(row_sums.dtype).abs()  # (B, H, N, C)
         columns.append(weights.sum(2))
         row_sums = row_sums + weights.sum(-1)
@@ -138,7 +140,7 @@ def _of_module(
     if state is not None:
         raise ValueError("got a state; a matrix is that of whole sequences only.")
     q, k, _, query_mask, key_mask = module._project(query, key, value, query_mask, key_mask)
-    options = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
+    options: dict[str, Any] = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
     if isinstance(module, FlowAttention):
         attend = partial(flow_attention, q, k, variant=module.variant, **options)
     else:

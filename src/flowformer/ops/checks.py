@@ -131,8 +131,8 @@ def variant(variant: FlowVariant | str, is_causal: bool = False) -> FlowVariant:
         raise TypeError(f"variant must be a FlowVariant or the name of one, got {type(variant).__name__}.")
     if is_causal and variant.competitors == "heads":
         raise NotImplementedError(
-            'competitors="heads", as of the variant "lra", is bidirectional only: the released code has no causal form. '
-            'Pass competitors="tokens" or is_causal=False.'
+            'competitors="heads", as of the variant "lra", is bidirectional only: the released code has no causal '
+            'form. Pass competitors="tokens" or is_causal=False.'
         )
     return variant
 

@@ -415,7 +415,9 @@ def _size(dataset: Dataset) -> int:
 def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     options = config.optimiser
     # the releases spare their tables of positions, though they are matrices
-    positions = {id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()}
+    positions = {
+        id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()
+    }
     decayed = [p for p in module.parameters() if options.decay == "all" or (p.dim() > 1 and id(p) not in positions)]
     chosen = {id(p) for p in decayed}
     others = [p for p in module.parameters() if id(p) not in chosen]

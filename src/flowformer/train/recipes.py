@@ -111,7 +111,8 @@ def image(published: bool) -> TrainConfig:
     """Long-Range Arena, grey CIFAR-10 images as 1024 pixels in a row.
 
     The released code hardly shuffles (batches are formed before the shuffle) and leaves the last 16 test images out;
-    neither is reproduced. Its rate ends 175 updates before the cosine would reach 0. Its attention differs as for ListOps.
+    neither is reproduced. Its rate ends 175 updates before the cosine would reach 0. Its attention differs as for
+    ListOps.
     """
     return TrainConfig(
         recipe="lra/image",
@@ -150,9 +151,9 @@ def wikitext103(published: bool) -> TrainConfig:
     """Word-level language modelling on WikiText-103, blocks of 512 words, 131,072 words an update.
 
     That is the released command on the paper's four GPUs: 2048 words × 16 parts × 4. The released attention clamps the
-    flow that competes to ±5, and its sinusoids come in fairseq's order. The rate warms up over the first 6000 of the 150,000 updates; the paper's text can be read
-    as counting them apart. Evaluated words have up to 400 words before them, as published. The published score may be
-    of the validation or of the test set; here the test set is reported.
+    flow that competes to ±5, and its sinusoids come in fairseq's order. The rate warms up over the first 6000 of the
+    150,000 updates; the paper's text can be read as counting them apart. Evaluated words have up to 400 words before
+    them, as published. The published score may be of the validation or of the test set; here the test set is reported.
     """
     return TrainConfig(
         recipe="wikitext103",

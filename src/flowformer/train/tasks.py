@@ -90,7 +90,7 @@ class Task:
         """The sum of the losses of a batch."""
         raise NotImplementedError
 
-    def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool) -> dict[str, Any] | None:
+    def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any] | None:
         """The scores of a model that are not metrics over a dataset; None where they are.
 
         Args:
@@ -241,7 +241,7 @@ class Decision(Task):
         error = (model(*self.arguments(batch)).action.float() - batch["actions"]).square()
         return error.masked_fill(~batch["mask"][..., None], 0).sum()
 
-    def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool) -> dict[str, Any]:
+    def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any]:
         """Play episodes with the paper's target return of the environment, and with half of it.
 
         The scores also say which environment was played how often, and under "note" if a target return is above every
@@ -257,7 +257,9 @@ class Decision(Task):
         scores: dict[str, Any] = {"environment": environment, "episodes": episodes}
         beyond = [f"{each:.0f}" for each in (target, target / 2) if each > best]
         if beyond:
-            scores["note"] = f"target return {' and '.join(beyond)} above every episode of the data, the best {best:.0f}"
+            scores["note"] = (
+                f"target return {' and '.join(beyond)} above every episode of the data, the best {best:.0f}"
+            )
         for key, target_return in (("score", target), ("score_half_target", target / 2)):
             envs = environments(environment, episodes)
             policy = DecisionPolicy(
