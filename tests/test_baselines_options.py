@@ -67,8 +67,8 @@ def test_reach_the_cross_attention_of_a_decoder():
 def test_unknown_options():
     with pytest.raises(ValueError, match=r"no option 'rnk' \(did you mean 'rank'\?\); accepted: rank, shared\."):
         build(models.FlowformerClassifier, "linformer", rnk=3)
-    with pytest.raises(ValueError, match=r"softmax attention has no option 'rank'; accepted: none\."):
-        build(models.FlowformerClassifier, "softmax", rank=3)
+    with pytest.raises(ValueError, match=r"linear attention has no option 'rank'; accepted: none\."):
+        build(models.FlowformerClassifier, "linear", rank=3)
     for name in ("flow", "flow-relu"):
         with pytest.raises(ValueError, match=f"{name} attention has no options, got rank. Choose its variant instead."):
             build(models.FlowformerClassifier, name, rank=3)
