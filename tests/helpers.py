@@ -72,7 +72,7 @@ def with_gradients(function, inputs, grad_seed=1) -> list[Tensor]:
     result = function(*leaves)
     generator = torch.Generator().manual_seed(grad_seed)
     cotangent = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.device, result.dtype)
-    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent)]
+    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent, materialize_grads=True)]
 
 
 def randomized(module: nn.Module, std: float) -> nn.Module:

@@ -131,10 +131,6 @@ def test_what_does_not_claim_to_be_linear():
     assert peak_bytes("softmax", False, 2048, False) > 15 * peak_bytes("softmax", False, 512, False)
 
 
-# what some formulas leave out by design: SOFT has queries for keys, and a Synthesizer looks at fewer still
-UNUSED = {"soft": {"k_proj"}, "synthesizer": {"q_proj", "k_proj"}, "synthesizer-dense": {"k_proj"}}
-
-
 @pytest.mark.parametrize("name", baselines.names())
 def test_takes_the_place_of_flow_attention(name):
     layer = (nn.FlowEncoderLayer if name in BIDIRECTIONAL else nn.FlowDecoderLayer)(
@@ -143,9 +139,46 @@ def test_takes_the_place_of_flow_attention(name):
     x = torch.randn(2, 10, 24, requires_grad=True)
     layer(x, mask=torch.ones(2, 10, dtype=torch.bool) if name in MASKED else None).sum().backward()
     for parameter, tensor in layer.named_parameters():
-        if parameter.split(".")[1] not in UNUSED.get(name, ()):
-            assert tensor.grad is not None, parameter
-            assert tensor.grad.isfinite().all(), parameter
+        assert tensor.grad is not None, parameter
+        assert tensor.grad.isfinite().all(), parameter
+
+
+# SOFT and Reformer have queries for keys, and a Synthesizer looks at fewer still
+UNREAD = {
+    "reformer": {"k_proj"},
+    "soft": {"k_proj"},
+    "synthesizer": {"q_proj", "k_proj"},
+    "synthesizer-dense": {"k_proj"},
+}
+
+
+@pytest.mark.parametrize("name", baselines.names())
+def test_there_is_no_projection_that_nothing_reads(name):
+    attention = nn.build_attention(name, 24, 4, max_length=16)
+    assert {part for part, module in attention.named_children() if module is None} == set()
+    missing = {part for part in ("q_proj", "k_proj", "v_proj", "out_proj") if getattr(attention, part) is None}
+    assert missing == UNREAD.get(name, set())
+    mechanism = sum(p.numel() for p in attention.mechanism.parameters())
+    assert sum(p.numel() for p in attention.parameters()) == (4 - len(missing)) * (24 * 24 + 24) + mechanism
+    x = random_inputs(heads=HEADS, dim=DIM, sinks=20)
+    other = [x[0] + (name == "synthesizer"), torch.zeros_like(x[1]), x[2]]
+    is_causal = name not in BIDIRECTIONAL
+    unread = torch.equal(build(name)(*x, is_causal=is_causal), build(name)(*other, is_causal=is_causal))
+    assert unread == (name in UNREAD)
+
+
+@pytest.mark.parametrize("name", ["synthesizer", "synthesizer-dense"])
+def test_the_dot_product_of_a_synthesizer_reads_queries_and_keys(name):
+    attention = nn.build_attention(name, 24, 4, max_length=16, attention_options={"dot_product": True})
+    assert len(attention.projections()) == 4
+    attention(torch.randn(2, 10, 24)).sum().backward()
+    assert all(p.grad is not None for p in attention.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in baselines.names() if baselines.get(name).cross])
+def test_cross_attention_to_another_number_of_tokens(name):
+    attention = nn.build_attention(name, 24, 4, max_length=16, kdim=10, vdim=6)
+    assert attention(torch.randn(2, 9, 24), torch.randn(2, 12, 10), torch.randn(2, 12, 6)).shape == (2, 9, 24)
 
 
 def test_the_table_of_what_each_can_do():
@@ -177,13 +210,19 @@ class TestDocs:
         assert set(re.findall(r"`(flow-[^`]+)`", self.page)) == set(ABLATIONS)
 
     def test_code_runs(self, capsys):
-        (code,) = re.findall(r"```python\n(.*?)```", self.page, re.DOTALL)
-        exec(compile(code, "docs/rivals.md", "exec"), {})
-        assert capsys.readouterr().out == "torch.Size([2, 2])\ntorch.Size([2, 8, 1000, 64])\n"
+        for code in re.findall(r"```python\n(.*?)```", self.page, re.DOTALL):
+            exec(compile(code, "docs/rivals.md", "exec"), {})
+        assert capsys.readouterr().out.splitlines() == [
+            "torch.Size([2, 2])",
+            "torch.Size([2, 8, 1000, 64])",
+            "torch.Size([2, 4, 30]) torch.Size([2, 4, 30])",
+            "{'flow': 2, 'softmax': 2, 'linear': 2, 'cosformer': 2}",
+        ]
 
     def test_command_is_accepted(self):
-        (command,) = re.findall(r"`flowformer train (\S+) (.*?)`", self.page)
-        assert override(recipes.get(command[0]), command[1].split()).model.attention_options == {"rank": 16}
+        commands = re.findall(r"`flowformer train (\S+) (.*?)`", self.page)
+        chosen = [override(recipes.get(name), changes.split()).model.attention_options for name, changes in commands]
+        assert chosen == [{"rank": 16}, {"window": 512, "global_tokens": 0}]
 
 
 @pytest.mark.parametrize("name", ABLATIONS)

@@ -31,7 +31,9 @@ CASES = {
     "nystromformer": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": 5}, (False,)),
     "nystromformer, plain": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": None}, (False,)),
     "yoso": (yoso.YosoAttention, {}, BOTH),
+    "yoso, convolution": (yoso.YosoAttention, {"convolution": 5}, (False,)),
     "soft": (soft.SoftAttention, {"landmarks": 6}, (False,)),
+    "soft, released": (soft.SoftAttention, {"landmarks": 6, "landmark_norm": True, "convolution": 5}, (False,)),
     "rfa": (rfa.RFAAttention, {"features": 7}, BOTH),
     "rfa-gate": (rfa.GatedRFAAttention, {"features": 7}, (True,)),
 }
@@ -112,17 +114,21 @@ def dense_nystromformer(module, q, k, v, seen):
     for _ in range(module.steps):
         az = between @ inverse
         inverse = 0.25 * inverse @ (13 * identity - az @ (15 * identity - az @ (7 * identity - az)))
-    result = first @ inverse @ last @ v
-    if module.convolution is not None:
-        width = module.convolution.shape[2]
-        band = q.new_zeros(q.shape[1], q.shape[2], q.shape[2])
-        for offset in range(width):
-            shift = offset - width // 2
-            size = q.shape[2] - abs(shift)
-            if size > 0:
-                band = band + module.convolution[:, 0, offset, 0, None, None] * torch.ones(size).double().diag(shift)
-        result = result + band @ v
-    return result
+    return first @ inverse @ last @ v + convolved(module, v)
+
+
+def convolved(module, v):
+    """The depth-wise convolution of the values as a matrix of bands; 0 where there is none."""
+    if module.convolution is None:
+        return 0
+    length, width = v.shape[2], module.convolution.shape[2]
+    band = v.new_zeros(v.shape[1], length, length)
+    for offset in range(width):
+        shift = offset - width // 2
+        size = length - abs(shift)
+        if size > 0:
+            band = band + module.convolution[:, 0, offset, 0, None, None] * torch.ones(size).double().diag(shift)
+    return band @ v
 
 
 def dense_yoso(module, q, k, v, seen):
@@ -131,7 +137,7 @@ def dense_yoso(module, q, k, v, seen):
     collision = (1 - torch.arccos(cosine.detach()) / math.pi) ** 9
     # the exponential of the same value and of slope τ/2
     weights = collision * torch.exp(4.5 * (cosine - cosine.detach()))
-    return F.normalize((weights * seen) @ v, dim=-1)
+    return F.normalize((weights * seen) @ v, dim=-1) + convolved(module, v)
 
 
 def dense_soft(module, q, k, v, seen):
@@ -139,13 +145,17 @@ def dense_soft(module, q, k, v, seen):
         return torch.exp(-((x[..., :, None, :] - y[..., None, :, :]) ** 2).sum(-1) / (2 * x.shape[-1] ** 0.5))
 
     landmarks = segments(q, module.landmarks)
+    if module.landmark_norm is not None:
+        # after the scale that both sides of the kernel have
+        scale = q.shape[-1] ** 0.25
+        landmarks = scale * F.gelu(module.landmark_norm(landmarks / scale))
     between = kernel(landmarks, landmarks)
     step = 1.8 / between.sum(-1).amax(-1)[..., None, None] ** 2
     between = between + 0.01 * torch.eye(between.shape[-1], dtype=q.dtype)
     inverse = step * between
     for _ in range(module.steps):
         inverse = 2 * inverse - inverse @ between @ inverse
-    return kernel(q, landmarks) @ inverse @ kernel(landmarks, q) @ v
+    return kernel(q, landmarks) @ inverse @ kernel(landmarks, q) @ v + convolved(module, v)
 
 
 def random_kernel(module, q, k):
@@ -216,7 +226,9 @@ def test_equals_the_dense_formula(case, is_causal, length):
         torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if kind.cross and False in forms])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
+)
 def test_cross_attention(case):
     module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
     assert relative_error(module(*inputs), dense(module, inputs, False)) < 1e-12
@@ -262,7 +274,9 @@ def test_padded_is_alone(case, is_causal, length, poison):
     assert (padded(*inputs)[~mask[:, None].expand(-1, HEADS, -1)] == 0).all()
 
 
-@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if kind.cross and False in forms])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
+)
 def test_padded_sources_of_another_sequence(case):
     module, mask = build(case), padded_batch(12)
     q, k, v = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=7, sources=12)
@@ -375,8 +389,16 @@ def test_bad_options():
     for kind in (nystromformer.NystromformerAttention, soft.SoftAttention):
         with pytest.raises(ValueError, match="landmarks must be positive, got 0"):
             kind(num_heads=HEADS, landmarks=0)
-    with pytest.raises(ValueError, match="positive odd width or None, got 4"):
-        nystromformer.NystromformerAttention(num_heads=HEADS, convolution=4)
+    for kind in (nystromformer.NystromformerAttention, yoso.YosoAttention, soft.SoftAttention):
+        with pytest.raises(ValueError, match="positive odd width or None, got 4"):
+            kind(num_heads=HEADS, convolution=4)
+    with pytest.raises(ValueError, match="a convolution has a kernel for each head; pass num_heads"):
+        yoso.YosoAttention(convolution=3)
+    with pytest.raises(ValueError, match="landmark_norm has a weight for each feature of a head; pass head_dim"):
+        soft.SoftAttention(num_heads=HEADS, landmark_norm=True)
+    inputs = random_inputs(heads=HEADS, dim=DIM)
+    with pytest.raises(NotImplementedError, match=r"yoso attention does not support: causal\. These do: (?!.*yoso)"):
+        build("yoso, convolution")(*inputs, is_causal=True)
     with pytest.raises(ValueError, match="features must be positive, got 0"):
         performer.PerformerAttention(head_dim=DIM, features=0)
     with pytest.raises(ValueError, match="redraw_every must be a positive number of calls, or None for never, got 0"):

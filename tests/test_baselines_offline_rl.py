@@ -125,7 +125,7 @@ class TestTransitions:
 
     def test_ends_and_limits_of_d4rl(self, tmp_path):
         record(tmp_path, terminals=[3, 9], timeouts=[6])
-        windows = data.load("d4rl/hopper-medium", tmp_path).train
+        windows = data.load("d4rl/hopper-medium", tmp_path, partial=True).train
         assert windows.terminated.nonzero()[:, 0].tolist() == [3, 9]
         assert windows.rewards.tolist() == list(range(10))
         assert len(Transitions.of(windows).rewards) == 9
@@ -308,16 +308,27 @@ class TestCommand:
 
     @pytest.mark.parametrize("name", ["bc", "awac"])
     def test_a_run_and_what_differs(self, folder, name):
-        arguments = ("rival", "d4rl/hopper-medium", name, "steps=2", "batch_size=8", "--data", folder)
+        options = ("steps=2", "batch_size=8", "partial=true", "final_episodes=3")
+        arguments = ("rival", "d4rl/hopper-medium", name, *options, "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["metric"], result["steps"]) == (name, "score", 2)
         assert np.isfinite(result["final"]["score"])
+        assert (result["final"]["environment"], result["final"]["episodes"]) == ("Hopper-v4", 3)
         table = self.flowformer("results", folder / "run")
         assert f"| d4rl/hopper-medium | {name} | 0 | score | options.steps=2 options.batch_size=8 |" in table
         assert "paper" not in table.split("## Runs")[0], "it is not what the paper describes"
 
     def test_decision_transformer_is_the_recipe(self, folder):
-        options = ("steps=1", "embed_dim=16", "num_heads=2", "mlp_dim=16", "num_layers=1", "episodes=1", "workers=0")
+        options = (
+            "steps=1",
+            "embed_dim=16",
+            "num_heads=2",
+            "mlp_dim=16",
+            "num_layers=1",
+            "final_episodes=1",
+            "workers=0",
+        )
+        options = (*options, "partial=true")
         arguments = ("rival", "d4rl/hopper-medium", "dt", *options, "--seed", 2, "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["seed"], result["steps"]) == ("softmax", 2, 1)

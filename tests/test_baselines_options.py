@@ -45,7 +45,7 @@ def test_every_option_has_a_type_and_a_default():
             assert parameter.annotation is not parameter.empty, (name, option)
             assert parameter.default is not parameter.empty, (name, option)
     assert set(baselines.options("reformer")) == {"rounds", "chunk", "buckets", "redraw_every"}
-    assert baselines.options("softmax") == {}
+    assert baselines.options("linear") == {}
 
 
 @pytest.mark.parametrize("model_class", MODELS)
@@ -67,8 +67,8 @@ def test_reach_the_cross_attention_of_a_decoder():
 def test_unknown_options():
     with pytest.raises(ValueError, match=r"no option 'rnk' \(did you mean 'rank'\?\); accepted: rank, shared\."):
         build(models.FlowformerClassifier, "linformer", rnk=3)
-    with pytest.raises(ValueError, match=r"softmax attention has no option 'rank'; accepted: none\."):
-        build(models.FlowformerClassifier, "softmax", rank=3)
+    with pytest.raises(ValueError, match=r"linear attention has no option 'rank'; accepted: none\."):
+        build(models.FlowformerClassifier, "linear", rank=3)
     for name in ("flow", "flow-relu"):
         with pytest.raises(ValueError, match=f"{name} attention has no options, got rank. Choose its variant instead."):
             build(models.FlowformerClassifier, name, rank=3)

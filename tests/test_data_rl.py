@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowformer import data
+from flowformer.data import offline_rl
 
 # steps of three episodes and of one that never ends
 LENGTHS, REST = (5, 1, 3), 2
@@ -45,7 +46,7 @@ def folder(tmp_path):
 
 class TestD4RL:
     def test_a_window_from_every_step_that_is_in_an_episode(self, folder):
-        train, valid, test, info = data.load("d4rl/hopper-medium-replay", folder, window=3)
+        train, valid, test, info = data.load("d4rl/hopper-medium-replay", folder, window=3, partial=True)
         assert (len(train), valid, len(test)) == (STEPS, None, 0)
         assert [int(case["mask"].sum()) for case in train] == [3, 3, 3, 2, 1, 1, 3, 2, 1]
         assert [case["timesteps"].tolist() for case in train][2:7] == [
@@ -55,10 +56,10 @@ class TestD4RL:
             [0] * 3,
             [0, 1, 2],
         ]
-        assert (info.num_features, info.num_actions, info.max_length, info.differs) == (4, 2, 3, "")
+        assert (info.num_features, info.num_actions, info.max_length) == (4, 2, 3)
 
     def test_values(self, folder):
-        train = data.load("d4rl/hopper-medium-replay", folder, window=3).train
+        train = data.load("d4rl/hopper-medium-replay", folder, window=3, partial=True).train
         raw = {key: torch.from_numpy(value[:STEPS]) for key, value in arrays().items()}
         states = (raw["observations"] - raw["observations"].mean(0)) / (raw["observations"].std(0, correction=0) + 1e-6)
         ends = [5, 5, 5, 5, 5, 6, 9, 9, 9]
@@ -76,7 +77,7 @@ class TestD4RL:
         assert train.returns.tolist() == [15, 6, 24]
 
     def test_batches(self, folder):
-        train = data.load("d4rl/hopper-medium-replay", folder).train
+        train = data.load("d4rl/hopper-medium-replay", folder, partial=True).train
         batch = data.collate([train[i] for i in (0, 4)])
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
         assert shapes == {
@@ -113,8 +114,39 @@ class TestD4RL:
                 write(path, content | {"terminals": content["timeouts"] * 0, "timeouts": content["timeouts"] * 0})
             case "text":
                 path.write_text("<html>not found</html>")
-        with pytest.raises(data.DamagedDataError, match=r"hopper_medium_replay-v2\.hdf5"):
-            data.load("d4rl/hopper-medium-replay", folder)
+        with pytest.raises(data.DamagedDataError, match=r"hopper_medium_replay-v2\.hdf5 is damaged"):
+            data.load("d4rl/hopper-medium-replay", folder, partial=True)
+
+    def test_a_file_that_is_not_whole_is_refused_or_labelled(self, folder, monkeypatch):
+        name = "hopper-medium-replay"
+        with pytest.raises(data.DamagedDataError, match=r"it has 11 steps, the published data has 402,000"):
+            data.load(f"d4rl/{name}", folder)
+        assert data.load(f"d4rl/{name}", folder, partial=True).info.differs == (
+            "hopper_medium_replay-v2.hdf5: 11 steps instead of 402,000; hopper_medium_replay-v2.hdf5: 3 episodes "
+            "instead of 2,041"
+        )
+        monkeypatch.setitem(offline_rl.SIZES, name, (11, 4))
+        with pytest.raises(data.DamagedDataError, match=r"it has 3 episodes, the published data has 4"):
+            data.load(f"d4rl/{name}", folder)
+        monkeypatch.setitem(offline_rl.SIZES, name, (11, 3))
+        assert data.load(f"d4rl/{name}", folder).info.differs == ""
+
+    def test_a_size_for_every_set(self):
+        expected = {f"{env}-{quality}" for env in offline_rl.ENVIRONMENTS for quality in offline_rl.QUALITIES}
+        assert set(offline_rl.SIZES) == expected
+
+    @pytest.mark.parametrize(
+        ("name", "version", "environment"),
+        [
+            ("walker2d", "v2", "Walker2d-v4"),
+            ("halfcheetah", "v4rl", "HalfCheetah-v4"),
+            ("hopper", "v5sac", "Hopper-v5"),
+        ],
+    )
+    def test_what_is_played_has_the_physics_of_the_data(self, tmp_path, name, version, environment):
+        write(tmp_path / "d4rl" / f"{name}_medium-{version}.hdf5", arrays())
+        info = data.load(f"d4rl/{name}-medium", tmp_path, version=version, partial=True).info
+        assert info.environment == environment
 
 
 class TestMinari:
@@ -158,7 +190,7 @@ class TestMinari:
 
     def test_is_the_same_as_d4rl(self, minari_folder, folder):
         from_minari = data.load("minari/tiny/hopper-v0", minari_folder, window=3)
-        from_d4rl = data.load("d4rl/hopper-medium-replay", folder, window=3)
+        from_d4rl = data.load("d4rl/hopper-medium-replay", folder, window=3, partial=True)
         for one, other in zip(from_minari.train, from_d4rl.train, strict=True):
             for key in other:
                 torch.testing.assert_close(one[key], other[key])

@@ -144,3 +144,15 @@ class TestImageNet:
         (folder / "imagenet" / "val" / "n01443537").rename(folder / "imagenet" / "val" / "n00000000")
         with pytest.raises(data.DamagedDataError, match="one folder per class"):
             data.load("imagenet", folder, partial=True)
+
+    def test_erasing_and_plain_augmentation(self, folder):
+        def transforms(**options):
+            train = data.load("imagenet", folder, partial=True, size=32, **options).train
+            return [type(each).__name__ for each in train.transform.transforms]
+
+        assert "RandAugment" in transforms()
+        assert "RandomErasing" not in transforms()
+        assert transforms(erase=0.25)[-1] == "RandomErasing"
+        plain = transforms(augment=False)
+        assert "RandomHorizontalFlip" in plain
+        assert not {"RandAugment", "ColorJitter", "RandomErasing"} & set(plain)

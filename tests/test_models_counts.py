@@ -38,6 +38,31 @@ def test_size_of_the_hierarchical_model_with_softmax_attention():
     assert f"{counts.total / 1e9:.2f}" == "13.46"  # the paper says 6.7
 
 
+def test_size_of_the_hierarchical_model_with_rivals_that_share_queries_and_keys():
+    for attention in ("soft", "reformer"):
+        counts = size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=attention))
+        assert counts.parameters < 43_311_304 - 3e6
+        assert (
+            f"{counts.layers / 2**30:.1f}" == "5.8"
+        )  # as the paper prints for SOFT; its 6.0 for Reformer has no source
+
+
+def test_attention_of_each_rival_is_counted_as_its_own():
+    flow = size_of(FlowformerVision, PRESETS["imagenet"]).attention
+    others = {
+        name: size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=name)).attention
+        for name in ("soft", "reformer", "longformer")
+    }
+    assert flow < others["soft"] < others["reformer"] < others["longformer"]
+    tokens, width, reach = 3136, 96, 256
+    # the first stage: a block of C queries meets 3 C keys and the global token, which meets all, once each for the
+    # logits and the values
+    blocks = -(-tokens // reach)
+    pairs = blocks * reach * (3 * reach + 1) + tokens
+    stage = VisionConfig(channels=(96,), depths=(1,), attention="longformer")
+    assert size_of(FlowformerVision, stage).attention == 2 * pairs * width
+
+
 @pytest.mark.parametrize(
     ("preset", "parameters", "layers", "softmax"),
     [("deit-ti", 5_717_416, 1.07, 1.25), ("deit-s", 22_050_664, 4.24, 4.60), ("deit-b", 86_567_656, 16.85, 17.56)],

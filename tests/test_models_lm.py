@@ -387,7 +387,7 @@ def test_saved_model_is_the_same(config, tmp_path):
     ("options", "message"),
     [
         ({"activation": "gelu_tan"}, r"unknown activation 'gelu_tan' \(did you mean 'gelu_tanh'\?\)"),
-        ({"positions": "rotary"}, "unknown positions 'rotary'; accepted: sinusoidal, learned"),
+        ({"positions": "rotary"}, "unknown positions 'rotary'; accepted: sinusoidal, fairseq, learned"),
         ({"initialisation": "bert"}, "unknown initialisation 'bert'; accepted: fairseq, gpt"),
         ({"positions": "learned"}, "learned positions need max_length"),
         ({"vocab_size": 0}, "vocab_size must be positive, got 0"),

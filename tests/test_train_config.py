@@ -88,8 +88,10 @@ class TestSchedule:
         schedule = Schedule("cosine", warmup=10, start=0.1, floor=0.2)
         assert schedule.rate(1.0, 0, 100) == 0.1
         assert schedule.rate(1.0, 10, 100) == 1.0
-        assert schedule.rate(1.0, 60, 100) == pytest.approx(0.6)
-        assert schedule.rate(1.0, 99, 100) > 0.2
+        assert schedule.rate(1.0, 55, 101) == pytest.approx(0.6)
+        assert schedule.rate(1.0, 98, 100) > 0.2
+        assert schedule.rate(1.0, 99, 100) == pytest.approx(0.2), "the last update has the floor"
+        assert Schedule("cosine", warmup=1, floor=0.2).rate(1.0, 1, 2) == 1.0, "a run that ends as it has warmed up"
 
     def test_inverse_sqrt(self):
         schedule = Schedule("inverse_sqrt", warmup=6000, start=1e-7)
@@ -100,7 +102,7 @@ class TestSchedule:
     @pytest.mark.parametrize("name", ["constant", "rsqrt", "cosine", "inverse_sqrt"])
     def test_is_continuous_and_positive_after_the_start(self, name):
         rates = [Schedule(name, warmup=50).rate(1.0, step, 1000) for step in range(1000)]
-        assert all(rate > 0 for rate in rates[1:])
+        assert all(rate > 0 for rate in rates[1:-1])
         assert max(abs(a - b) for a, b in itertools.pairwise(rates)) < 0.021
         assert all(math.isfinite(rate) for rate in rates)
 
@@ -132,9 +134,13 @@ class TestRecipes:
         assert sum(name.startswith("lra/") for name in names) == 5
         assert sum(name.startswith("uea/") for name in names) == 10
         assert sum(name.startswith("d4rl/") for name in names) == 9
-        assert {"wikitext103", "imagenet/hierarchical", "imagenet/deit-s", "enwik8", "ptb", "cifar10", "acl"} <= set(
-            names
-        )
+        assert {name for name in names if name.startswith("imagenet/")} == {
+            "imagenet/hierarchical",
+            "imagenet/deit-s",
+            "imagenet/vit-b",
+            "imagenet/vit-l",
+        }
+        assert {"wikitext103", "enwik8", "ptb", "cifar10", "acl"} <= set(names)
 
     @pytest.mark.parametrize("name", recipes.names())
     @pytest.mark.parametrize("suffix", ["", recipes.PUBLISHED])
@@ -184,6 +190,18 @@ class TestRecipes:
         published = recipes.get(f"{name}@published")
         assert not published.model.mask_padding
         assert published.pad_full
+
+    def test_published_evaluates_and_draws_as_the_releases_do(self):
+        assert [recipes.get(f"uea/Heartbeat{suffix}").eval_epochs for suffix in ("", "@published")] == [1, 2]
+        assert [recipes.get(f"d4rl/hopper-medium{suffix}").replacement for suffix in ("", "@published")] == [
+            False,
+            True,
+        ]
+
+    def test_deit_has_its_own_augmentation(self):
+        config = recipes.get("imagenet/deit-s")
+        assert (config.data_options["erase"], config.repeats, config.optimiser.clip) == (0.25, 3, None)
+        assert (recipes.get("imagenet/hierarchical").data_options["erase"], config.mixup) == (0.0, 0.8)
 
     def test_published_chooses_on_the_test_set(self):
         assert (recipes.get("lra/listops").select_on, recipes.get("lra/listops@published").select_on) == (

@@ -36,6 +36,24 @@ class TestOrder:
         assert steps_per_epoch(20, replace(CONFIG, drop_last=True)) == 2
         assert steps_per_epoch(3, replace(CONFIG, drop_last=True)) == 1
 
+    def test_drawn_with_replacement(self):
+        seen = [i for _, part in self.batches(0, 200, replacement=True) for i in part]
+        first = seen[:16]
+        assert len(set(first)) < 16, "some example comes twice"
+        counts = torch.tensor(seen).bincount(minlength=20)
+        assert ((counts > 40) & (counts < 130)).all(), "and all come"
+        assert self.batches(0, 12, replacement=True)[5:] == self.batches(5, 12, replacement=True)
+
+    def test_repeated_examples_are_in_one_batch(self):
+        whole = [part for _, part in self.batches(0, 2, repeats=4)]
+        assert all(len(part) == 8 and len(set(part)) == 2 for part in whole)
+        assert len({i for part in whole for i in part}) == 4
+        assert len(self.batches(0, 2, repeats=4)) == len(self.batches(0, 2))
+        halves = [self.batches(0, 2, process=p, processes=2, repeats=2) for p in (0, 1)]
+        assert [sorted(part) for _, part in halves[0]] == [sorted(part) for _, part in halves[1]]
+        numbers = {number for half in halves for number, _ in half}
+        assert len(numbers) == 4, "augmented apart"
+
     def test_epochs_differ(self):
         assert self.batches(0, 2) != self.batches(2, 4)
 

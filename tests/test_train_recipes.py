@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import h5py
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from test_data_lra import write_cifar10
 
-from flowformer.train import loop, recipes
+from flowformer.train import loop, recipes, record
 from flowformer.train.config import override
 
 SMALL = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1"]
@@ -116,15 +117,19 @@ CASES = {
     "ptb": (lambda folder: words(folder, "ptb/ptb.{}.txt"), [*SMALL, "data_options.length=8"]),
     "imagenet/hierarchical": (imagenet, [*SMALL_VISION, "size=32", "image_size=32"]),
     "imagenet/deit-s": (imagenet, ["embed_dim=16", "depth=1", "num_heads=2", "size=32", "image_size=32"]),
+    "imagenet/vit-b": (
+        imagenet,
+        ["embed_dim=16", "depth=1", "num_heads=2", "size=32", "image_size=32", "accumulate=2"],
+    ),
     "cifar10": (write_cifar10, SMALL_VISION),
     "uea/Heartbeat": (lambda folder: series(folder, "Heartbeat"), SMALL),
     "d4rl/hopper-medium-replay": (
         lambda folder: trajectories(folder, "hopper_medium_replay", 11, 3),
-        [*SMALL, "window=20", "episodes=2"],
+        [*SMALL, "window=20", "episodes=2", "final_episodes=3"],
     ),
     "d4rl/walker2d-medium": (
         lambda folder: trajectories(folder, "walker2d_medium", 17, 6),
-        [*SMALL, "window=20", "episodes=1"],
+        [*SMALL, "window=20", "episodes=1", "final_episodes=1"],
     ),
 }
 
@@ -150,7 +155,16 @@ def test_runs_from_files_to_a_result(tmp_path, name, attention):
     assert result["final"]["step"] == 3
     facts = json.loads((tmp_path / "run/provenance.json").read_text())
     assert facts["checksum"]
-    assert facts["differs"] or name.startswith("d4rl")
+    assert facts["differs"]
+    if name.startswith("d4rl"):
+        environment = {"hopper": "Hopper-v4", "walker2d": "Walker2d-v4"}[name.split("/")[1].split("-")[0]]
+        assert facts["environment"] == result["final"]["environment"] == environment
+        played = [each["episodes"] for each in record.read_log(tmp_path / "run") if each["kind"] == "eval"]
+        assert played == [config.episodes, config.final_episodes]
+        # the rewards of these episodes are below 1, and their sum below 30
+        assert re.fullmatch(
+            r"target return \d+ and \d+ above every episode of the data, the best 1\d", result["final"]["note"]
+        )
 
 
 def test_the_cases_are_of_every_family():

@@ -324,7 +324,7 @@ def _print_jobs(jobs: list, as_json: bool) -> None:
         listed.add_row(
             job.name,
             str(job.seed),
-            _escape(job.state()),
+            escape(job.state()),
             "" if job.paper is None else str(job.paper),
             f"{job.minutes:g}",
         )

@@ -6,11 +6,11 @@ Shapes: B batch, H heads, N queries, M keys, D features, L landmarks.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
-from .tokens import masked_softmax, packed, segment_means, unpacked, valid
+from .tokens import masked_softmax, segment_means, valid
 
 
 @register
@@ -49,14 +49,9 @@ class NystromformerAttention(Mechanism):
         super().__init__()
         if landmarks < 1:
             raise ValueError(f"landmarks must be positive, got {landmarks}.")
-        if convolution is not None and (convolution < 1 or convolution % 2 == 0):
-            raise ValueError(f"convolution must be a positive odd width or None, got {convolution}.")
         self.landmarks = landmarks
         self.steps = steps
-        self.convolution: nn.Parameter | None = None
-        if convolution is not None:
-            self.convolution = nn.Parameter(torch.empty(num_heads, 1, convolution, 1))
-            nn.init.uniform_(self.convolution, -(convolution**-0.5), convolution**-0.5)
+        self.convolution = None if convolution is None else convolution_weight(num_heads, convolution)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         q, k, v = valid(query, query_mask) * query.shape[-1] ** -0.5, valid(key, key_mask), valid(value, key_mask)
@@ -68,9 +63,7 @@ class NystromformerAttention(Mechanism):
         to_landmarks = masked_softmax(q_landmarks @ k.mT, None if key_mask is None else key_mask[:, None, None])
         result = from_landmarks @ (pseudo_inverse(between, self.steps) @ (to_landmarks @ v))
         if self.convolution is not None:
-            kernel = self.convolution.to(v.dtype)
-            near = F.conv2d(packed(v, key_mask), kernel, padding=(kernel.shape[2] // 2, 0), groups=v.shape[1])
-            result = result + valid(unpacked(near, key_mask), key_mask)
+            result = result + convolve(v, self.convolution, key_mask)
         return result.to(query.dtype)
 
 

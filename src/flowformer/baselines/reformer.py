@@ -22,8 +22,8 @@ SELF_PENALTY = 1e5
 class ReformerAttention(BlockMechanism):
     """LSH attention (Kitaev et al., 2020) in several rounds.
 
-    Queries and keys are one vector per token, the mean of `query` and `key`: pass the same tensor twice for one shared
-    projection; two projections act as one, their mean, and both are trained. Keys are brought to length 1.
+    Queries and keys are one vector per token, the query: the keys passed are not used. As keys, they are brought to
+    length 1.
 
     A round hashes h(x) = argmax [xΩ; −xΩ], sorts the tokens by bucket, cuts the sorted sequence into chunks, and lets
     a token see those of its bucket in its own chunk and in the one before. The rounds are merged into one softmax over
@@ -47,6 +47,7 @@ class ReformerAttention(BlockMechanism):
 
     name = "reformer"
     linear = True
+    reads = ("query",)
 
     def __init__(
         self,
@@ -78,9 +79,12 @@ class ReformerAttention(BlockMechanism):
         scores = x[:, :, None] @ directions.mT
         return torch.cat([scores, -scores], -1).argmax(-1)
 
+    def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        return super().attend(query, query, value, is_causal, query_mask, key_mask)
+
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         dtype, length, heads = sum_dtype(query), query.shape[2], query.shape[1]
-        shared = (query.to(dtype) + key.to(dtype)) / 2
+        shared = torch.where(sources, key, query).to(dtype)  # a token may be a source only
         # padding goes behind the last bucket, where it moves no chunk
         padding = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
         bucket = self.hash(shared).masked_fill(padding, self.buckets)

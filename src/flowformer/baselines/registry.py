@@ -21,11 +21,14 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
-    bidirectional: ClassVar[bool] = True
-    causal: ClassVar[bool] = True
-    masks: ClassVar[bool] = True
-    cross: ClassVar[bool] = True  # queries and keys may be of different number
-    linear: ClassVar[bool] = False  # time and memory grow (nearly) as the length does
+    # what it can do; an option may take from that
+    bidirectional: bool = True
+    causal: bool = True
+    masks: bool = True
+    cross: bool = True  # queries and keys may be of different number
+    linear: bool = False  # time and memory grow (nearly) as the length does
+    # of query and key, what has an influence on the result; modules build no projection of the other
+    reads: tuple[str, ...] = ("query", "key")
 
     def forward(
         self,
@@ -37,6 +40,22 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
+        return self._checked(self.attend, query, key, value, is_causal, query_mask, key_mask)
+
+    def weigh(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The product of the attention's matrix with the values: the result, before what is not linear in them."""
+        return self._checked(self.weighted, query, key, value, is_causal, query_mask, key_mask)
+
+    def _checked(self, attend, query, key, value, is_causal, query_mask, key_mask) -> Tensor:
         query, key, value = attention_inputs(query, key, value, enable_gqa=False)
         attention_masks(query, key, query_mask, key_mask)
         if is_causal:
@@ -50,6 +69,7 @@ class Mechanism(nn.Module):
         missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
         if missing:
             able = [name for name in names() if all(getattr(get(name), ability) for ability in missing)]
+            able = [name for name in able if name != self.name]
             raise NotImplementedError(
                 f"{self.name} attention does not support: {', '.join(missing)}. These do: {', '.join(able)}."
             )
@@ -58,12 +78,18 @@ class Mechanism(nn.Module):
         # sums over many tokens must not be rounded to what autocast would choose
         device = query.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-            result = self.attend(query, key, value, is_causal, query_mask, key_mask)
+            result = attend(query, key, value, is_causal, query_mask, key_mask)
         return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         """The result, (B, H, N, E); rows that are masked may hold anything finite."""
         raise NotImplementedError
+
+    def weighted(
+        self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> Tensor:
+        """What `weigh` gives, likewise; the result itself unless a mechanism says otherwise."""
+        return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 
 _REGISTRY: dict[str, type[Mechanism]] = {}

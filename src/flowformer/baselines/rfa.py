@@ -25,7 +25,7 @@ class RFAAttention(Mechanism):
 
     Args:
         features: R; φ has twice as many entries.
-        redraw_every: calls in training mode between draws of the directions; None keeps the first.
+        redraw_every: calls in training mode between draws of the directions; the paper has 1, None keeps the first.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> RFAAttention(num_heads=2, head_dim=4)(x, x, x, is_causal=True).shape

@@ -12,6 +12,9 @@ from .registry import Mechanism, register
 class SoftmaxAttention(Mechanism):
     """`F.scaled_dot_product_attention` with the masks of this package.
 
+    Args:
+        weight_dropout: on the weights of the sources, in training.
+
     >>> import torch
     >>> x = torch.randn(1, 2, 5, 4)
     >>> torch.equal(SoftmaxAttention()(x, x, x), F.scaled_dot_product_attention(x, x, x))
@@ -20,16 +23,27 @@ class SoftmaxAttention(Mechanism):
 
     name = "softmax"
 
-    def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):
+    def __init__(
+        self,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        max_length: int | None = None,
+        weight_dropout: float = 0.0,
+    ):
         super().__init__()
+        if not 0 <= weight_dropout < 1:
+            raise ValueError(f"weight_dropout must be at least 0 and below 1, got {weight_dropout!r}.")
+        self.weight_dropout = weight_dropout
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        dropout = self.weight_dropout if self.training else 0.0
         if key_mask is None:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal)
         seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         if is_causal:
             seen = seen.tril()
         # a row that sees nothing would be NaN: let it see everything, then empty it
         empty = ~seen.any(-1, keepdim=True)
         value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        return F.scaled_dot_product_attention(query, key, value, seen | empty).masked_fill(empty, 0)
+        return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)

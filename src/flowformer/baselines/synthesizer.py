@@ -7,6 +7,8 @@ Shapes: B batch, H heads, N queries, M keys, D features, L max_length.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,7 @@ class SynthesizerAttention(Mechanism):
     """
 
     name = "synthesizer"
+    own_reads: ClassVar[tuple[str, ...]] = ()  # without the dot product
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class SynthesizerAttention(Mechanism):
         super().__init__()
         self.max_length = required_length(self.name, max_length)
         self.dot_product = dot_product
+        self.reads = ("query", "key") if dot_product else self.own_reads
         self._build(num_heads, head_dim)
 
     def _build(self, num_heads: int, head_dim: int | None) -> None:
@@ -87,6 +91,7 @@ class DenseSynthesizerAttention(SynthesizerAttention):
     """
 
     name = "synthesizer-dense"
+    own_reads = ("query",)
 
     def __init__(self, *, num_heads: int, head_dim: int, max_length: int | None = None, dot_product: bool = False):
         super().__init__(num_heads=num_heads, head_dim=head_dim, max_length=max_length, dot_product=dot_product)

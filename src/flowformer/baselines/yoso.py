@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
 from .tokens import valid
 
@@ -31,6 +32,9 @@ class YosoAttention(Mechanism):
 
     Args:
         hashes: τ.
+        convolution: the odd width of a depth-wise convolution of the values along the sequence, added to the result, as
+            an option of the released code does; None is none. It looks ahead, and needs as many queries as keys: with
+            it, there is neither causal attention nor cross-attention.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> YosoAttention()(x, x, x).norm(dim=-1).allclose(torch.ones(1, 2, 5))
@@ -46,11 +50,24 @@ class YosoAttention(Mechanism):
         head_dim: int | None = None,
         max_length: int | None = None,
         hashes: int = 9,
+        convolution: int | None = None,
     ) -> None:
         super().__init__()
         self.hashes = hashes
+        self.convolution = None
+        if convolution is not None:
+            self.convolution = convolution_weight(num_heads, convolution)
+            self.causal = self.cross = False
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+        result = F.normalize(self.weighted(query, key, value, is_causal, query_mask, key_mask), dim=-1)
+        if self.convolution is not None:
+            result = result + convolve(valid(value, key_mask), self.convolution, key_mask)
+        return result.to(query.dtype)
+
+    def weighted(
+        self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> Tensor:
         q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
         v = valid(value, key_mask)  # a source without value has no say: the weights need no mask
         blocks = [
@@ -65,7 +82,7 @@ class YosoAttention(Mechanism):
             )
             for start, block in zip(range(0, max(q.shape[2], 1), BLOCK), q.split(BLOCK, 2), strict=True)
         ]
-        return F.normalize(torch.cat(blocks, 2), dim=-1).to(query.dtype)
+        return torch.cat(blocks, 2)
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, start: int | None) -> Tensor:
         cosine = q @ k.mT  # (B, H, C, M)

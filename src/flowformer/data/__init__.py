@@ -68,8 +68,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
         # a folder that was named and is not there is a slip, which a copy from elsewhere would hide
         bundled = data_dir is None or folder.is_dir()
         return uea.load(rest, folder, partial=partial, bundled=bundled, **options)
-    if family == "d4rl" and rest.startswith(offline_rl.ENVIRONMENTS):
-        return offline_rl.d4rl(rest, folder, **options)
+    if family == "d4rl" and rest.partition("-")[0] in offline_rl.ENVIRONMENTS:
+        return offline_rl.d4rl(rest, folder, partial=partial, **options)
     if family == "minari" and rest:
         return offline_rl.minari(rest, folder, **options)
     raise ValueError(f"unknown data set {name!r}{nearest(name, names())}; known are {', '.join(names())}.")

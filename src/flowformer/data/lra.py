@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from .splits import Columns, DataInfo, Rows, Splits
 
 _RELEASE = "Download https://storage.googleapis.com/long-range-arena/lra_release.gz (8 GB) and unpack it in {folder}"
 _RETRIEVAL_SIZES = {"train": 147_086, "eval": 18_090, "test": 17_437}
-_BYTES = {"vocab_size": 257, "padding_id": 0}
+_BYTES: dict[str, Any] = {"vocab_size": 257, "padding_id": 0}
 
 
 def release(folder: Path) -> Path:

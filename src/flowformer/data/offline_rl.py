@@ -8,7 +8,6 @@ Shapes: T steps of a window, S numbers of a state, A of an action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +20,21 @@ from torch.utils.data import Dataset
 from . import store
 from .splits import Columns, DataInfo, Item, Splits
 
-ENVIRONMENTS = ("halfcheetah", "hopper", "walker2d")
+ENVIRONMENTS = {"halfcheetah": "HalfCheetah", "hopper": "Hopper", "walker2d": "Walker2d"}
 QUALITIES = ("medium", "medium-replay", "medium-expert")
 RETURN_SCALE = 1000.0  # what the paper divides returns by
+# steps and episodes of D4RL's v2 files; the steps after the last end of an episode count as steps only
+SIZES = {
+    "halfcheetah-medium": (1_000_000, 1000),
+    "halfcheetah-medium-replay": (202_000, 202),
+    "halfcheetah-medium-expert": (2_000_000, 2000),
+    "hopper-medium": (1_000_000, 2186),
+    "hopper-medium-replay": (402_000, 2041),
+    "hopper-medium-expert": (2_000_000, 3213),
+    "walker2d-medium": (1_000_000, 1190),
+    "walker2d-medium-replay": (302_000, 1093),
+    "walker2d-medium-expert": (2_000_000, 2190),
+}
 
 
 class Episode(NamedTuple):
@@ -84,12 +95,14 @@ class Windows(Dataset[Item]):
         }
 
 
-def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> Splits:
+def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, version: str = "v2") -> Splits:
     """A D4RL set such as "hopper-medium-replay", from folder/d4rl/hopper_medium_replay-v2.hdf5.
 
     Args:
         window: T.
-        version: of the file; another than "v2" is not the paper's data.
+        version: of the file; another than "v2" is not the paper's data. One that begins with "v5" was recorded in
+            gymnasium's v5 environments, any other in environments with the physics of its v4, as D4RL's own: between
+            them the friction of Walker2d's feet changed.
     """
     environment, _, quality = name.partition("-")
     file = f"{environment}_{quality.replace('-', '_')}-{version}.hdf5"
@@ -104,9 +117,16 @@ def d4rl(name: str, folder: Path, *, window: int = 20, version: str = "v2") -> S
         "60 to 800 MB",
     )
     store.require(source, *paths)
-    episodes = [episode for path in paths for episode in read_d4rl(path)]
-    differs = "" if version == "v2" else f"version {version} of the files, not D4RL's v2"
-    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window)
+    files = [read_d4rl(path) for path in paths]
+    episodes = [episode for _, part in files for episode in part]
+    if version == "v2":
+        steps = sum(count for count, _ in files)
+        found = zip(("steps", "episodes"), (steps, len(episodes)), SIZES.get(name, (None, None)), strict=True)
+        differs = store.notes(*(store.complete(paths[0], *counts, partial=partial) for counts in found))
+    else:
+        differs = f"version {version} of the files, not D4RL's v2"
+    played = f"{ENVIRONMENTS[environment]}-{'v5' if version.startswith('v5') else 'v4'}"
+    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window, played)
 
 
 def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
@@ -135,7 +155,8 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     except (OSError, KeyError, ValueError) as error:
         raise store.DamagedDataError(f"{home} is damaged: {error}") from error
     paths = sorted(path for path in home.rglob("*") if path.is_file())
-    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window)
+    played = "" if data.spec.env_spec is None else data.spec.env_spec.id
+    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window, played)
 
 
 def _check_spaces(name: str, *spaces: Any) -> None:
@@ -147,7 +168,7 @@ def _check_spaces(name: str, *spaces: Any) -> None:
             )
 
 
-def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int) -> Splits:
+def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str) -> Splits:
     train = Windows(episodes, window)
     info = DataInfo(
         name,
@@ -155,13 +176,14 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
         num_features=train.states.shape[1],
         num_actions=train.actions.shape[1],
         max_length=window,
+        environment=environment,
         differs=differs,
     )
     return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
 
 
-def read_d4rl(source: Any) -> Iterator[Episode]:
-    """The episodes of a file of D4RL that end; steps after the last end are dropped.
+def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
+    """How many steps a file of D4RL has, and the episodes that end; steps after the last end are in none.
 
     Args:
         source: the path of the file, or the file opened with h5py.
@@ -183,5 +205,7 @@ def read_d4rl(source: Any) -> Iterator[Episode]:
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
             f"{sorted(sizes)} steps and {len(ends)} ends."
         )
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        yield Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
+    return len(rewards), [
+        Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]

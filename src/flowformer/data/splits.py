@@ -32,6 +32,7 @@ class DataInfo:
         num_actions: numbers of an action.
         max_length: no item is longer; for language, how many tokens are predicted at once.
         padding_id: the id that no token has; None where every id is a token.
+        environment: gymnasium's id of the environment with the physics of the data; empty where nothing is played.
         differs: in words, how the data differ from the paper's; empty where they are the same.
     """
 
@@ -43,6 +44,7 @@ class DataInfo:
     num_actions: int | None = None
     max_length: int | None = None
     padding_id: int | None = None
+    environment: str = ""
     differs: str = ""
 
 

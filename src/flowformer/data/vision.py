@@ -141,13 +141,17 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), torch.from_numpy(labels).long()
 
 
-def imagenet(folder: Path, *, partial: bool = False, size: int = 224) -> Splits:
+def imagenet(
+    folder: Path, *, partial: bool = False, size: int = 224, augment: bool = True, erase: float = 0.0
+) -> Splits:
     """ImageNet-1K from folder/imagenet/{train,val}/<class>/*.JPEG with the paper's augmentation; val is the test part.
 
     The checksum is of the names and sizes of the files, not of their 150 GB. A damaged image is named when it is read.
 
     Args:
         size: Y = X of an image; evaluation takes the middle of an image scaled to 8/7 of it.
+        augment: random augmentation and colour jitter; False has random crops and reflections alone.
+        erase: how often a random rectangle of a training image becomes noise; DeiT has 0.25.
     """
     roots = {part: folder / "imagenet" / part for part in _IMAGENET_SIZES}
     source = store.Source(
@@ -161,7 +165,14 @@ def imagenet(folder: Path, *, partial: bool = False, size: int = 224) -> Splits:
     common = {"input_size": size, "interpolation": "bicubic"}
     train = FolderImages(
         roots["train"],
-        timm.create_transform(**common, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4),
+        timm.create_transform(
+            **common,
+            is_training=True,
+            auto_augment="rand-m9-mstd0.5-inc1" if augment else None,
+            color_jitter=0.4 if augment else None,
+            re_prob=erase,
+            re_mode="pixel",
+        ),
     )
     test = FolderImages(roots["val"], timm.create_transform(**common, crop_pct=0.875))
     classes = train.reader.class_to_idx

@@ -277,9 +277,9 @@ def _recorded(episodes: Any) -> list[Episode]:
                 f"there is no file {path}; accepted: a file of D4RL such as hopper_medium-v2.hdf5. For a dataset of "
                 "minari, pass minari.load_dataset(id)."
             )
-        return list(read_d4rl(path))
+        return read_d4rl(path)[1]
     if hasattr(episodes, "filename"):  # opened with h5py, which need not be installed
-        return list(read_d4rl(episodes))
+        return read_d4rl(episodes)[1]
     recorded = []
     for episode in episodes:
         if not hasattr(episode, "observations"):

@@ -84,6 +84,14 @@ class FlowModel(nn.Module):
             self.gradient_checkpointing = checkpointing
 
 
+def options_with_dropout(config: Any) -> dict[str, Any]:
+    """The options of the attention, with config.attention_dropout where it is softmax attention."""
+    if config.attention != "softmax":
+        return config.attention_options
+    dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
+    return {"weight_dropout": dropout, **config.attention_options}
+
+
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..ops import FlowMaps, FlowVariant
 from ..ops.variant import check_choices
-from .base import FlowModel, check_positive
+from .base import FlowModel, check_positive, options_with_dropout
 
 _DEFAULT = FlowVariant()
 Pooling = Literal["cls", "first", "mean"]
@@ -41,9 +41,10 @@ class ClassifierConfig:
         mask_padding: padding takes part in nothing. False is the authors' code, where it takes part like any token,
             whatever mask is passed.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_dropout: on the weights of softmax attention; None is `dropout`. No other attention has it.
         attention_options: of the rival, as `baselines.options` lists them.
-        variant: of Flow-Attention. The default is the paper's; the code its authors released for this benchmark has
-            φ = ReLU and lets heads compete instead of tokens.
+        variant: of Flow-Attention. The default is the paper's; "lra" is that of the code its authors released for this
+            benchmark, where φ = ReLU and heads compete instead of tokens.
     """
 
     vocab_size: int = 257
@@ -60,6 +61,7 @@ class ClassifierConfig:
     padding_id: int | None = 0
     mask_padding: bool = True
     attention: str = "flow"
+    attention_dropout: float | None = None
     attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
@@ -95,6 +97,7 @@ PRESETS = {
         qkv_dim=64,
         mlp_dim=128,
         dropout=0.3,
+        attention_dropout=0.2,
         positions="learned",
         padding_id=None,
     ),
@@ -105,6 +108,7 @@ PRESETS = {
         mlp_dim=256,
         num_heads=8,
         dropout=0.2,
+        attention_dropout=0.1,
         pooling="mean",
         padding_id=None,
     ),
@@ -139,7 +143,7 @@ class SequenceEncoder(FlowModel):
                 attention_bias=False,
                 eps=1e-6,
                 attention=config.attention,
-                attention_options=config.attention_options,
+                attention_options=options_with_dropout(config),
                 max_length=config.max_length + extra,
                 variant=config.variant,
             )

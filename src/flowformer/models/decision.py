@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, is_flow, token_positions
 from ..ops import FlowState, FlowVariant
-from .base import FlowModel, check_positive
+from .base import FlowModel, check_positive, options_with_dropout
 
 _DEFAULT = FlowVariant()
 
@@ -39,6 +39,7 @@ class DecisionConfig:
         predict_all: also predict the next state and return, with heads that the paper has but does not train.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival as `baselines.names` lists them.
+        attention_dropout: on the weights of softmax attention; None is `dropout`. No other attention has it.
         attention_options: of the rival, as `baselines.options` lists them.
         variant: the reading of Flow-Attention.
     """
@@ -56,6 +57,7 @@ class DecisionConfig:
     predict_all: bool = False
     dropout: float = 0.1
     attention: str = "flow"
+    attention_dropout: float | None = None
     attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
 
@@ -158,7 +160,7 @@ class FlowformerDecision(FlowModel):
                 dropout=config.dropout,
                 activation_dropout=0.0,
                 attention=config.attention,
-                attention_options=config.attention_options,
+                attention_options=options_with_dropout(config),
                 max_length=3 * config.window,
                 variant=config.variant,
             )
@@ -174,8 +176,7 @@ class FlowformerDecision(FlowModel):
         """The published initialisation: that of GPT-2 for the layers, PyTorch's for embeddings and heads."""
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
-            projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj]
-            for linear in [*projections, mlp.linear1, mlp.linear2]:
+            for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
                 nn.init.normal_(linear.weight, std=0.02)
                 nn.init.zeros_(linear.bias)
 

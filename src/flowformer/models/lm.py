@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, SinusoidalPositions, is_flow, token_positions
+from ..nn import (
+    FairseqPositions,
+    FlowDecoder,
+    FlowDecoderLayer,
+    LearnedPositions,
+    SinusoidalPositions,
+    is_flow,
+    token_positions,
+)
 from ..ops import FlowState, FlowVariant
 from ..ops.variant import check_choices
 from .base import FlowModel, check_positive
@@ -26,7 +34,7 @@ IGNORED = -100  # as a target: not scored
 LOGITS_AT_ONCE = 2**27  # a loss over the vocabulary of WikiText-103 would otherwise keep gigabytes
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
-Positions = Literal["sinusoidal", "learned"]
+Positions = Literal["sinusoidal", "fairseq", "learned"]
 Initialisation = Literal["fairseq", "gpt"]
 _CHOICES = {
     "activation": get_args(Activation),
@@ -48,7 +56,8 @@ class LMConfig:
         vocab_size: V.
         num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
         activation: of the feed-forward networks; "gelu_tanh" is the approximation of GPT-2.
-        positions: "sinusoidal" has no longest length, "learned" is a table of `max_length` positions.
+        positions: "sinusoidal", or "fairseq", sinusoids in the order of the released command, which have no longest
+            length; or "learned", a table of `max_length` positions.
         max_length: the longest sequence, for learned positions and for rivals whose parameters depend on it.
         scale_embedding: whether embeddings are multiplied by √W.
         tie_embedding: whether the last map to the vocabulary is the embedding.
@@ -121,6 +130,8 @@ class FlowformerLM(FlowModel):
         self.positions: nn.Module
         if config.max_length is not None and config.positions == "learned":
             self.positions = LearnedPositions(config.max_length, config.embed_dim)
+        elif config.positions == "fairseq":
+            self.positions = FairseqPositions(config.embed_dim)
         else:
             self.positions = SinusoidalPositions(config.embed_dim)
         self.dropout = nn.Dropout(config.dropout)
@@ -151,8 +162,8 @@ class FlowformerLM(FlowModel):
                 nn.init.normal_(table.weight, std=0.02 if gpt else self.config.embed_dim**-0.5)
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
-            projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-            for linear in [*projections, attention.out_proj, mlp.linear1, mlp.linear2]:
+            *projections, _ = attention.projections()
+            for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
                 if gpt:
                     nn.init.normal_(linear.weight, std=0.02)
                     nn.init.zeros_(linear.bias)

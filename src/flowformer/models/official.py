@@ -6,6 +6,7 @@ default. Every model gets the variant of the release it comes from, so it comput
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
     Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". The prefix that
     data-parallel training adds to each name is taken off, and so are the counters that a profiler left in the vision
-    release.
+    release. fairseq's checkpoints also hold the arguments of its command, which are read as plain values.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -44,7 +45,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
         content: dict = load_file(path)
     else:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
         content = content.get(key, content)
     weights = {name.removeprefix("module."): value for name, value in content.items()}
@@ -156,6 +158,42 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
         r"mlp\.c_fc\.": "mlp.linear1.",
         r"mlp\.c_proj\.": "mlp.linear2.",
         **_PROJECTIONS,
+    }
+    return source.load(FlowformerLM(config), names)
+
+
+def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
+    """The language model of the WikiText-103 release, which fairseq trains and saves.
+
+    Its words have the numbers of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, the others are in the
+    order of its dict.txt.
+    """
+    source = _Source("language", weights)
+    embedding = source["decoder.embed_tokens.weight"]
+    # tied weights are saved twice
+    head = weights.get("decoder.output_projection.weight", embedding)
+    tied = torch.equal(head, embedding)
+    unused = ["decoder.version", "decoder.embed_positions._float_tensor"]
+    unused += ["decoder.output_projection.weight"] if tied else []
+    source = _Source("language", {name: value for name, value in weights.items() if name not in unused})
+    config = LMConfig(
+        embedding.shape[0],
+        num_layers=source.count(r"decoder\.layers\.(\d+)\."),
+        embed_dim=embedding.shape[1],
+        num_heads=num_heads,
+        mlp_dim=source["decoder.layers.0.fc1.weight"].shape[0],
+        positions="fairseq",
+        tie_embedding=tied,
+        variant=FlowVariant.named("language"),
+    )
+    names = {
+        r"decoder\.embed_tokens\.": "embedding.",
+        r"decoder\.output_projection\.": "head.",
+        r"decoder\.layer_norm\.": "norm.",
+        r"self_attn\.": "attention.",
+        r"self_attn_layer_norm\.": "attention_norm.",
+        r"final_layer_norm\.": "mlp_norm.",
+        r"fc(\d)\.": r"mlp.linear\1.",
     }
     return source.load(FlowformerLM(config), names)
 

@@ -156,6 +156,9 @@ DEIT_PRESETS = {
     "deit-ti": DeiTConfig(embed_dim=192, num_heads=3),
     "deit-s": DeiTConfig(),
     "deit-b": DeiTConfig(embed_dim=768, num_heads=12),
+    # the Transformers of the paper's table, as trained from scratch; they were evaluated at 384 × 384
+    "vit-b": DeiTConfig(embed_dim=768, num_heads=12, dropout=0.1, drop_path=0.0, attention="softmax"),
+    "vit-l": DeiTConfig(embed_dim=1024, depth=24, num_heads=16, dropout=0.1, drop_path=0.0, attention="softmax"),
 }
 
 
@@ -258,8 +261,7 @@ class VisionLayer(nn.Module):
         self.mlp = FeedForward(embed_dim, mlp_ratio * embed_dim, dropout=dropout)
         self.layer_scale = None if layer_scale is None else nn.Parameter(torch.full((embed_dim,), layer_scale))
         self.drop_path = DropPath(drop_path)
-        projections = (getattr(self.attention, f"{name}_proj") for name in ("q", "k", "v", "out"))
-        _initialise(*projections, self.mlp.linear1, self.mlp.linear2)
+        _initialise(*self.attention.projections(), self.mlp.linear1, self.mlp.linear2)
 
     def forward(self, x: Tensor) -> Tensor:
         """The tokens x (B, N, W) after the layer."""

@@ -34,7 +34,14 @@ class ProjectedAttention(nn.Module):
         bias: whether the four projections have one.
         dropout: on the result, after the output projection. There is no matrix of weights to drop from.
         is_causal: each token sees itself and the past; self-attention only.
+
+    A projection is None if the attention does not read what it would project, see `Mechanism.reads`.
     """
+
+    q_proj: nn.Linear | None
+    k_proj: nn.Linear | None
+    v_proj: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -80,10 +87,15 @@ class ProjectedAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform weights and no bias."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+        for projection in self.projections():
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+
+    def projections(self) -> list[nn.Linear]:
+        """The projections there are, that of the result last."""
+        there_or_not = self.q_proj, self.k_proj, self.v_proj, self.out_proj
+        return [projection for projection in there_or_not if projection is not None]
 
     def extra_repr(self) -> str:
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
@@ -105,10 +117,16 @@ class ProjectedAttention(nn.Module):
         check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim))
         if is_self_attention:
             query_mask = key_mask = both(query_mask, key_mask)
-        q = split_heads(self.q_proj(query), self.num_heads)
-        k = split_heads(self.k_proj(key), self.num_kv_heads)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
+        q = self._heads(self.q_proj, query, v, self.num_heads)
+        k = self._heads(self.k_proj, key, v, self.num_kv_heads)
         return q, k, v, query_mask, key_mask
+
+    def _heads(self, projection: nn.Linear | None, tokens: Tensor, like: Tensor, heads: int) -> Tensor:
+        if projection is None:
+            # only the number of tokens is read
+            return like.new_zeros(()).expand(len(tokens), heads, tokens.shape[1], self.head_dim)
+        return split_heads(projection(tokens), heads)
 
     def _join(self, result: Tensor) -> Tensor:
         return self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
@@ -141,13 +159,13 @@ class FlowAttention(ProjectedAttention):
         **options,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
-        self.variant = checks.variant(variant)
+        self.variant = checks.variant(variant, self.is_causal)
         self.rotary = None if rotary_base is None else RotaryPositions(self.head_dim, rotary_base)
         self._recorded: list[FlowMaps] | None = None
 
     def new_state(self, batch_size: int) -> FlowState:
         """The state of `batch_size` sequences that have not begun: pass it with the prompt, then with each token."""
-        weight = self.k_proj.weight
+        weight = self.v_proj.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         return FlowState.empty(batch_size, self.num_heads, self.head_dim, device=weight.device, dtype=dtype)
 
@@ -209,7 +227,7 @@ class FlowAttention(ProjectedAttention):
 
 
 class RivalAttention(ProjectedAttention):
-    """A rival attention of `flowformer.baselines` between the same projections.
+    """A rival attention of `flowformer.baselines` between the same projections, those of them that it reads.
 
     Args: as for `ProjectedAttention`, and
         name: of the rival, as `baselines.names` lists them.
@@ -237,7 +255,10 @@ class RivalAttention(ProjectedAttention):
         self.mechanism = baselines.build(
             name, num_heads=num_heads, head_dim=self.head_dim, max_length=max_length, **(attention_options or {})
         )
-        weight = self.q_proj.weight
+        for part, projection in {"query": "q_proj", "key": "k_proj"}.items():
+            if part not in self.mechanism.reads:
+                setattr(self, projection, None)
+        weight = self.v_proj.weight
         self.mechanism.to(device=weight.device, dtype=weight.dtype)
 
     def forward(

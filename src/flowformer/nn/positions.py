@@ -43,6 +43,37 @@ class SinusoidalPositions(nn.Module):
         return f"{self.dim}, base={self.base}"
 
 
+class FairseqPositions(nn.Module):
+    """The sinusoids of fairseq: sines in the first half of the width, cosines in the second, the first token at 2.
+
+    Its wavelengths grow from 2π to 2π·base, both included. An odd width ends on a 0.
+
+    >>> FairseqPositions(4, base=10.0)(torch.zeros(1, 2, 4))
+    tensor([[[ 0.9093,  0.1987, -0.4161,  0.9801],
+             [ 0.1411,  0.2955, -0.9900,  0.9553]]])
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = base
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x (B, N, W) with its positions added. Args: as of `SinusoidalPositions`."""
+        _check(x, positions, self.dim)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        half = self.dim // 2
+        index = torch.arange(half, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+        # 0 and 1 are the dictionary's first words, the second of which is padding
+        angle = (positions + 2)[..., None] * self.base ** (-index / max(half - 1, 1))
+        table = F.pad(torch.cat([angle.sin(), angle.cos()], -1), (0, self.dim % 2))
+        return x + table.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}"
+
+
 class LearnedPositions(nn.Module):
     """Adds a learned vector to each of the first `max_length` positions.
 

@@ -189,7 +189,7 @@ class FlowDecoderLayer(_Layer):
                 kdim=memory_dim,
                 vdim=memory_dim,
                 head_dim=own.head_dim,
-                bias=own.q_proj.bias is not None,
+                bias=own.v_proj.bias is not None,
                 dropout=own.dropout.p,
                 variant=sinks_apart(variant),
                 max_length=options.get("max_length"),

@@ -124,12 +124,17 @@ def scale(scale: float | None) -> float:
     return float(scale)
 
 
-def variant(variant: FlowVariant | str) -> FlowVariant:
-    if isinstance(variant, FlowVariant):
-        return variant
+def variant(variant: FlowVariant | str, is_causal: bool = False) -> FlowVariant:
     if isinstance(variant, str):
-        return FlowVariant.named(variant)
-    raise TypeError(f"variant must be a FlowVariant or the name of one, got {type(variant).__name__}.")
+        variant = FlowVariant.named(variant)
+    if not isinstance(variant, FlowVariant):
+        raise TypeError(f"variant must be a FlowVariant or the name of one, got {type(variant).__name__}.")
+    if is_causal and variant.competitors == "heads":
+        raise NotImplementedError(
+            'competitors="heads", as of the variant "lra", is bidirectional only: the released code has no causal '
+            'form. Pass competitors="tokens" or is_causal=False.'
+        )
+    return variant
 
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:

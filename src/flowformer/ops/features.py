@@ -39,6 +39,8 @@ def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant,
             x = torch.add(F.elu(x), 1, out=out)
         case "relu":
             x = torch.clamp_min(x, 0, out=out)
+        case "relu+eps":
+            x = torch.clamp_min(x, 0, out=out).add_(variant.eps)
     x = x.contiguous()
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
@@ -59,4 +61,6 @@ def feature_gradient(
             grad = torch.mul(grad, feature.clamp_max(1), out=out)
         case "relu":
             grad = torch.mul(grad, feature > 0, out=out)
+        case "relu+eps":
+            grad = torch.mul(grad, feature > variant.eps, out=out)
     return grad if scale == 1 else grad.mul_(scale)

@@ -68,7 +68,7 @@ def flow_attention(
         return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
     chosen = _choose(backend, query, key, value, is_causal, variant)
@@ -137,7 +137,7 @@ def flow_attention_recurrent(
     checks.causal_lengths(query, key)
     if state is not None:
         checks.state(state, query, value)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, True)
     chosen = _choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
     result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
@@ -178,7 +178,7 @@ def flow_attention_varlen(
     """
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale, variant = checks.scale(scale), checks.variant(variant)
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     chosen = _choose(backend, query, key, value, is_causal, variant)
     return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
@@ -210,7 +210,7 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, options = checks.scale(scale), asdict(checks.variant(variant))
+    scale, options = checks.scale(scale), asdict(checks.variant(variant, is_causal))
     key = reference.repeat_heads(query, key)
     with without_autocast(query):
         if not is_causal:
@@ -244,7 +244,7 @@ def explain(
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
     checks.scale(scale)
-    variant = checks.variant(variant)
+    variant = checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
     kind = "causal" if is_causal else "bidirectional"

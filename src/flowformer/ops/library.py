@@ -288,7 +288,7 @@ def _apply(function, eager, tensors, *options):
 
 
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
         with torch.autocast(query.device.type, enabled=False):
             return torch_backend.bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
     tensors = query, key, value, query_mask, key_mask
@@ -307,7 +307,9 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
 
 
 def packed(query, key, value, lengths: varlen.Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
-    if torch.compiler.is_exporting():
+    if variant.competitors == "heads" and not torch.compiler.is_exporting():
+        varlen.starts_and_lengths(query, key, lengths, is_causal)
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
         with torch.autocast(query.device.type, enabled=False):
             return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]

@@ -57,7 +57,8 @@ def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **
     match variant.get("competition", "softmax"):
         case "softmax":
             flow = _clamped(conserved_outgoing, **variant).masked_fill(~sources, torch.finfo(q.dtype).min)
-            competition = flow.softmax(-1) * (m if rescale else 1)
+            axis = 1 if variant.get("competitors") == "heads" else -1
+            competition = flow.softmax(axis) * (m if rescale else 1)
         case "sigmoid":
             competition = _clamped(conserved_outgoing, **variant).sigmoid()
         case "none":
@@ -165,7 +166,7 @@ def _clamped(flow: Tensor, *, clamp: float | None = None, **_) -> Tensor:
     return flow if clamp is None else flow.clamp(-clamp, clamp)
 
 
-def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str = "sigmoid", **_) -> Tensor:
+def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str = "sigmoid", eps=1e-6, **_) -> Tensor:
     x = _valid(x, mask) * scale
     match feature_map:
         case "sigmoid":
@@ -174,6 +175,8 @@ def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str 
             x = F.elu(x) + 1
         case "relu":
             x = x.relu()
+        case "relu+eps":
+            x = x.relu() + eps
     return _valid(x, mask)
 
 

@@ -112,10 +112,11 @@ def causal_backward(grad, grad_end: State, query, key, value, mask, starts: Stat
 
 
 def bidirectional_graph(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
-    """`bidirectional` as one graph of plain operators without loops: for export, at any length."""
+    """`bidirectional` as one graph of plain operators without loops: for export, at any length, and for autograd where
+    heads compete."""
     block, query, key, value = _whole(query, key, value)
     inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-    result, _ = torch_bidirectional.forward(*inputs, *masks, scale, variant)
+    result, _ = torch_bidirectional.forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1))
     return result.unflatten(0, query.shape[:2]).to(query.dtype)
 
 
@@ -220,7 +221,7 @@ def _scratch(query: Tensor, key: Tensor, value: Tensor) -> Scratch:
 
 def _whole(query: Tensor, key: Tensor, value: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
     """Everything as one block; a graph without loops cannot share keys among query heads, so they are repeated."""
-    shared = query.shape[1] // key.shape[1]
+    shared = query.shape[1] // max(key.shape[1], 1)
     if shared > 1:
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     return Block(slice(None), slice(None), slice(None), query.shape[1], True), query, key, value

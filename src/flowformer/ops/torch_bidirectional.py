@@ -54,8 +54,13 @@ def forward(
     variant: FlowVariant,
     scratch: Callable[..., Tensor | None] = no_scratch,
     out: Tensor | None = None,
+    heads: int = 1,
 ) -> tuple[Tensor, Flows]:
-    """R, (G, N, E), written to `out` where there is one, else in the dtype of the sums."""
+    """R, (G, N, E), written to `out` where there is one, else in the dtype of the sums.
+
+    Args:
+        heads: of each sequence; needed where they compete, which `backward` does not know.
+    """
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
@@ -70,6 +75,9 @@ def forward(
     if variant.clamp is not None:
         conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
     match variant.competition:
+        case "softmax" if variant.competitors == "heads":
+            share = conserved_outgoing.unflatten(0, (len(k) // heads, heads)).softmax(1)
+            competition = share.flatten(0, 1) * (m if variant.rescale else 1)
         case "softmax":
             competition = _softmax(conserved_outgoing, key_mask, m if variant.rescale else 1)
         case "sigmoid":

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-FeatureMap = Literal["sigmoid", "elu+1", "relu"]
+FeatureMap = Literal["sigmoid", "elu+1", "relu", "relu+eps"]
 Competition = Literal["softmax", "sigmoid", "none"]
 Allocation = Literal["sigmoid", "softmax", "none"]
+Competitors = Literal["tokens", "heads"]
 
 _CHOICES = {
     "feature_map": get_args(FeatureMap),
     "competition": get_args(Competition),
     "allocation": get_args(Allocation),
+    "competitors": get_args(Competitors),
 }
 
 
@@ -23,7 +25,7 @@ class FlowVariant:
     """One reading of Flow-Attention; the default is the paper's, with the length factors of its released code.
 
     Args:
-        feature_map: φ, the non-negative map of queries and keys.
+        feature_map: φ, the non-negative map of queries and keys; "relu+eps" adds `eps` to ReLU.
         competition: how sources compete: c = m·softmax(Ô), sigmoid(Ô), or 1 ("none").
         allocation: how sinks are gated: α = sigmoid(Î), n·softmax(Î), or 1 ("none").
         clamp: bounds Ô to ±clamp before the competition; the paper has no bound.
@@ -33,6 +35,9 @@ class FlowVariant:
         rescale: the factors m in c and n/m in α that make bidirectional attention independent of the length.
             False is Algorithm 1 to the letter. Causal attention follows Algorithm 2, which prints its factor D,
             either way.
+        competitors: over what the softmax of the competition runs: the sources of a head, or the heads of a source, as
+            in the code released for the Long-Range Arena. There m·softmax has the sum m at every source, so results are
+            about m/H times as large. Bidirectional only, and not in the Triton kernels.
 
     >>> FlowVariant(clamp=1.0) == FlowVariant.named("core")
     True
@@ -45,6 +50,7 @@ class FlowVariant:
     eps: float = 1e-6
     flow_eps: float = 0.0
     rescale: bool = True
+    competitors: Competitors = "tokens"
 
     def __post_init__(self) -> None:
         check_choices(self, _CHOICES)
@@ -67,8 +73,8 @@ class FlowVariant:
         return PRESETS[name]
 
     def as_args(self) -> tuple:
-        """The fields in order, as the plain arguments of a registered operator."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+        """The fields in order, as the plain arguments of a registered operator; none of these lets heads compete."""
+        return tuple(getattr(self, name) for name in self.__slots__ if name != "competitors")
 
 
 def check_choices(config: object, choices: Mapping[str, tuple[str, ...]]) -> None:
@@ -93,4 +99,5 @@ PRESETS = {
     "language": FlowVariant(clamp=5.0),
     "rl": FlowVariant(clamp=10.0),
     "timeseries": FlowVariant(),
+    "lra": FlowVariant(feature_map="relu+eps", competitors="heads"),
 }

@@ -58,7 +58,7 @@ def backward(grad, query, key, value, lengths: Lengths, is_causal: bool, scale: 
 
 
 def graph(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
-    """`forward` as one graph of plain operators that never looks at a length: for export."""
+    """`forward` as one graph of plain operators that never looks at a length: for export, and where heads compete."""
     sinks = Rows.all(lengths[0], lengths[2])
     sources = sinks if is_causal else Rows.all(lengths[1], lengths[3])
     q, k, v = sinks.pad(query), sources.pad(key), sources.pad(value)

@@ -30,6 +30,7 @@ ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp"]
 Split = Literal["valid", "test"]
+Preset = Literal["recipe", "benchmark"]
 
 
 def _check(config: Any) -> None:
@@ -56,7 +57,7 @@ class Optimiser:
         name: "adamw", which without weight decay is Adam, or "radam".
         lr: what the schedule scales.
         weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
-        decay: "all" parameters, or only "matrices": not biases, norms, nor other vectors.
+        decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
         clip: the largest norm of the gradient; None is no bound.
     """
 
@@ -78,10 +79,10 @@ class Schedule:
 
     Args:
         name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
-            "cosine", to `floor` at the end of the run; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
+            "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
         warmup: updates over which the rate rises in a line.
         start: the rate at the first update of the warm-up.
-        floor: the rate at the end of "cosine".
+        floor: the rate of the last update of "cosine".
     """
 
     name: ScheduleName = "constant"
@@ -107,7 +108,8 @@ class Schedule:
         if step < self.warmup:
             return self.start + (lr - self.start) * step / self.warmup
         if self.name == "cosine":
-            progress = (step - self.warmup) / steps
+            # the last update is the one before `steps`
+            progress = (step - self.warmup) / max(steps - 1 - self.warmup, 1)
             return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
         return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
 
@@ -118,6 +120,8 @@ class TrainConfig:
 
     Args:
         recipe: the name of the recipe it comes from.
+        preset: whose sizes the model has: the "recipe"'s, or those that the Long-Range Arena has for the attention, as
+            the override preset=benchmark asks for.
         task: what a batch and a metric are, see `tasks`.
         data, data_options: the name of the data, and what `data.load` takes besides; "partial" accepts incomplete data,
             and the result says so.
@@ -128,11 +132,15 @@ class TrainConfig:
         accumulate: in how many parts, one after another, a process computes its share of an update.
         pad_full: pad every batch to the longest length of the data set, not to its own.
         drop_last: leave out the incomplete batch at the end of an epoch.
-        eval_every: updates between evaluations; None is once an epoch. The last update is always followed by one.
+        replacement: draw every example at random, instead of each once an epoch.
+        repeats: how often an example stands in its batch, each time augmented anew, as DeiT does with 3; an epoch sees
+            as many fewer examples.
+        eval_every: updates between evaluations; None is `eval_epochs`. The last update is always followed by one.
+        eval_epochs: epochs between evaluations.
         eval_batch_size: examples of one evaluated batch; None is batch_size.
         select_on: the split that says which evaluation is the best. "valid" leaves the test set alone until the end;
             "test" is how much of the paper's code chooses, and results are labelled so.
-        episodes: to play at each evaluation, where an environment is what evaluates.
+        episodes, final_episodes: to play at each evaluation and at the last, where an environment is what evaluates.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
         parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
@@ -153,6 +161,7 @@ class TrainConfig:
     model: ModelConfig
     optimiser: Optimiser
     schedule: Schedule = Schedule()
+    preset: Preset = "recipe"
     data_options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     epochs: int | None = None
@@ -160,10 +169,14 @@ class TrainConfig:
     accumulate: int = 1
     pad_full: bool = False
     drop_last: bool = True
+    replacement: bool = False
+    repeats: int = 1
     eval_every: int | None = None
+    eval_epochs: int = 1
     eval_batch_size: int | None = None
     select_on: Split = "valid"
     episodes: int = 10
+    final_episodes: int = 100
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -181,7 +194,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check(self)
         _positive(self, "steps", "epochs", "batch_size", "accumulate", "eval_every", "eval_batch_size", "episodes")
-        _positive(self, "log_every", "checkpoint_every", "keep")
+        _positive(self, "repeats", "eval_epochs", "final_episodes", "log_every", "checkpoint_every", "keep")
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
 
@@ -234,7 +247,8 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     """The config with other values, each as key=value; of a key, the parts after any of its dots are enough if clear.
 
-    An attention brings its options along, which are keys as well.
+    An attention brings its options along, which are keys as well. preset=benchmark comes before all others: what is set
+    besides is kept.
 
     >>> from flowformer.train import recipes
     >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])
@@ -243,12 +257,17 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # the attention says which options there are
-    for assignment in sorted(assignments, key=lambda each: not re.match(r"(model\.)?attention=", each)):
+    # the attention says which options there are, and then the preset what they are
+    first = (r"(model\.)?attention=", r"preset=")
+    for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"{assignment!r} is no override; accepted: key=value, such as steps=100.")
         config = _replaced(config, _resolve(config, key).split("."), text, key)
+        if key == "preset" and config.preset == "benchmark":
+            from .benchmark import benchmark  # here, since it needs this file
+
+            config = benchmark(config)
     return config
 
 

@@ -33,6 +33,8 @@ from torch.utils.data import Dataset
 
 from .. import data
 from ..data import Splits
+from ..models.vision import GridPositions
+from ..nn import LearnedPositions
 from . import checkpoints, claims, resident, tasks
 from .config import TrainConfig, to_dict
 from .config import load as load_config
@@ -176,7 +178,7 @@ class Trainer:
                     else:
                         progress.seconds += time.perf_counter() - started
                     self.report({"kind": "step", "step": progress.step})
-                    if last or progress.step % (config.eval_every or self.steps_per_epoch) == 0:
+                    if last or progress.step % (config.eval_every or config.eval_epochs * self.steps_per_epoch) == 0:
                         final = self._evaluate_and_keep_best()
                     stop = self._agreed(stop_requested())
                     if last or stop or progress.step % config.checkpoint_every == 0:
@@ -258,7 +260,8 @@ class Trainer:
 
     def _evaluate(self, split: str, **labels: Any) -> dict[str, Any]:
         """The metrics of the model on a split, recorded."""
-        scores = self.task.evaluate(self._unwrapped().model, self.splits, self.config)
+        last = self.progress.step == self.steps
+        scores = self.task.evaluate(self._unwrapped().model, self.splits, self.config, last=last)
         if scores is None:
             dataset = getattr(self.splits, split)
             length = padded_length(self.config, self.splits)
@@ -468,7 +471,11 @@ def _size(dataset: Dataset) -> int:
 
 def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     options = config.optimiser
-    decayed = [p for p in module.parameters() if options.decay == "all" or p.dim() > 1]
+    # the releases spare their tables of positions, though they are matrices
+    positions = {
+        id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()
+    }
+    decayed = [p for p in module.parameters() if options.decay == "all" or (p.dim() > 1 and id(p) not in positions)]
     chosen = {id(p) for p in decayed}
     others = [p for p in module.parameters() if id(p) not in chosen]
     groups = [{"params": decayed, "weight_decay": options.weight_decay}]

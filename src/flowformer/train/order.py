@@ -17,7 +17,8 @@ from .config import TrainConfig
 class Batches(Sampler[tuple[int, list[int]]]):
     """The parts of each update that one process computes, from an update on: the number of a part, and its indices.
 
-    An epoch is a permutation drawn from the seed and the number of the epoch; all processes draw the same.
+    An epoch is a permutation drawn from the seed and the number of the epoch; all processes draw the same. With
+    replacement, it is as many independent draws. Repeated examples follow one another, and the processes share them.
     """
 
     def __init__(self, length: int, config: TrainConfig, start: int, stop: int, process: int, processes: int) -> None:
@@ -29,12 +30,16 @@ class Batches(Sampler[tuple[int, list[int]]]):
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         size, per_epoch = self.config.batch_size, steps_per_epoch(self.length, self.config)
-        epoch, order = -1, []
+        epoch, order = -1, list[int]()
         for step in range(self.start, self.stop):
             if step // per_epoch != epoch:
                 epoch = step // per_epoch
                 generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
-                order = torch.randperm(self.length, generator=generator).tolist()
+                if self.config.replacement:
+                    drawn = torch.randint(self.length, (self.length,), generator=generator)
+                else:
+                    drawn = torch.randperm(self.length, generator=generator)
+                order = drawn.repeat_interleave(self.config.repeats)[: self.length].tolist()
             first = step % per_epoch * size
             batch = order[first : first + size]
             for part in range(self.process, self.parts, self.parts // self.config.accumulate):

@@ -82,6 +82,7 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "data": info.name,
         "checksum": info.checksum,
         "differs": info.differs,
+        "environment": info.environment,
         "device": device_name(device),
         "processes": processes,
         "threads": torch.get_num_threads(),

@@ -174,10 +174,11 @@ def _multiply_adds(config: TrainConfig) -> int | None:
     """Of one image; other inputs have no fixed length."""
     if config.task != "images":
         return None
-    size: int = config.model.image_size  # type: ignore[union-attr]
+    size = config.model.image_size  # type: ignore[union-attr]
+    rows, columns = size if isinstance(size, tuple) else (size, size)
     with torch.device("meta"):
         model = tasks.get(config.task).build(config)
-    return count(model, torch.empty(1, 3, size, size)).layers
+    return count(model, torch.empty(1, 3, rows, columns)).layers
 
 
 def _typed(row: Row) -> Row:

@@ -39,7 +39,8 @@ class RivalConfig:
     Args:
         recipe: its name.
         rival: the name of the rival, as `rivals_of` lists them.
-        task, data, data_options, episodes: of the recipe.
+        task, data, data_options: of the recipe.
+        episodes: to play, as many as at the last evaluation of the recipe.
         options: of the rival.
         seed: of everything random.
     """
@@ -79,15 +80,13 @@ def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed:
     Args:
         recipe: the name of a recipe of time series or reinforcement learning.
         rival: see `rivals_of`.
-        assignments: options of the rival, each as key=value with a value as in JSON; those that begin with
-            "data_options." are overrides of the recipe.
+        assignments: options of the rival, each as key=value with a value as in JSON; the recipe's options of its data,
+            and final_episodes, are also accepted.
 
     >>> configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"]).options
     {'n_kernels': 100}
     """
-    of_data = [each for each in assignments if each.startswith("data_options.")]
-    assignments = [each for each in assignments if each not in of_data]
-    config = override(recipes.get(recipe), of_data)
+    config = recipes.get(recipe)
     accepted = rivals_of(config.task)
     if not accepted:
         raise ValueError(
@@ -97,11 +96,14 @@ def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed:
         raise ValueError(f"unknown rival {rival!r}{nearest(rival, accepted)}; accepted: {', '.join(accepted)}.")
     if rival == "dt":
         return override(config, ["attention=softmax", f"seed={seed}", *assignments])
-    options = dict(_option(assignment) for assignment in assignments)
+    shared = {*config.data_options, *(f"data_options.{key}" for key in config.data_options), "final_episodes"}
+    of_recipe = [assignment for assignment in assignments if assignment.partition("=")[0] in shared]
+    config = override(config, of_recipe)
+    options = dict(_option(assignment) for assignment in assignments if assignment not in of_recipe)
     if config.task == "decision":
         options = {"steps": config.steps, **options}
     return RivalConfig(
-        config.recipe, rival, config.task, config.data, config.data_options, config.episodes, options, seed
+        config.recipe, rival, config.task, config.data, config.data_options, config.final_episodes, options, seed
     )
 
 
@@ -175,9 +177,7 @@ def _classify(config: RivalConfig, splits: Splits) -> tuple[dict[str, float], di
     return {"accuracy": accuracy}, _facts(getattr(estimator, "model_", None), seconds)
 
 
-def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, float], dict[str, Any]]:
-    import gymnasium
-
+def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..baselines.offline_rl import policy
     from ..integrations.gymnasium import evaluate
 
@@ -194,11 +194,16 @@ def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> t
     windows: Any = splits.train
     rival = policy(config.rival, windows, seed=config.seed, report=learnt, **config.options)
     seconds = time.perf_counter() - start
-    environment, _ = tasks.ENVIRONMENTS[config.data.partition("/")[2].partition("-")[0]]
-    envs = gymnasium.make_vec(environment, num_envs=min(config.episodes, 10))
+    environment = splits.info.environment
+    envs = tasks.environments(environment, config.episodes)
     played = evaluate(rival, envs, config.episodes, seed=config.seed + 100)
     envs.close()
-    scores = {"score": float(played.scores.mean()), "score_deviation": float(played.scores.std())}
+    scores = {
+        "environment": environment,
+        "episodes": config.episodes,
+        "score": float(played.scores.mean()),
+        "score_deviation": float(played.scores.std()),
+    }
     return scores, _facts(rival.model, seconds)
 
 

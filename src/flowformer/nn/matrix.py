@@ -1,0 +1,155 @@
+"""The matrix of an attention, W with R = W V, summed up by its columns and rows without ever being held.
+
+Flow-Attention and its rivals are linear in the values, so that the columns of W are the results for the columns of an
+identity: a block of them at a time is all that is needed, whatever the mechanism.
+
+Shapes: B batch, H heads, N sinks, M sources, C sources of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import flow_attention
+from .attention import FlowAttention, RivalAttention
+
+BLOCK = 128
+
+
+class MatrixMaps(NamedTuple):
+    """Sums over the absolute values of W, 0 for a token that is masked; few mechanisms have negative weights."""
+
+    column_sums: Tensor  # what each source gives to all sinks, (B, H, M)
+    row_sums: Tensor  # what each sink takes, (B, H, N)
+    row_entropies: Tensor  # of the shares of the sources in a row, in nats, (B, H, N)
+    visible: Tensor  # how many sources a sink may look at, (B, N)
+
+    def degeneracy(self, top: float = 0.1) -> Degeneracy:
+        """How near the attention is to the mean of all sources.
+
+        Args:
+            top: the share of the sources that counts as the top.
+        """
+        several = (self.row_sums > 0) & (self.visible > 1)[:, None]
+        evenness = self.row_entropies / self.visible.clamp_min(2).log().to(self.row_entropies)[:, None]
+        count = self.visible.amax(-1, keepdim=True)  # (B, 1), the sources that there are
+        ordered = self.column_sums.sort(-1, descending=True).values
+        is_top = torch.arange(ordered.shape[-1], device=ordered.device) < (count * top).ceil()
+        total = ordered.sum(-1)
+        share = ordered.masked_fill(~is_top[:, None], 0).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
+        return Degeneracy(evenness[several].mean().item(), share[total > 0].mean().item())
+
+
+class Degeneracy(NamedTuple):
+    """The paper calls an attention degenerate that is near-uniform: evenness near 1, the top share near `top`."""
+
+    evenness: float  # entropy of a row over that of a uniform one, the mean over rows, heads and examples
+    top_share: float  # what the top sources give of all that is given, the mean over heads and examples
+
+
+@torch.no_grad()
+def matrix_maps(
+    attend: Callable[[Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    block: int = BLOCK,
+) -> MatrixMaps:
+    """Sum up the matrix of an attention, exactly, a block of its columns at a time.
+
+    Args:
+        attend: the result (B, H, N, E) for values (B, H, M, E), linear in them.
+        query, key: (B, H, N, D) and (B, H, M, D), which `attend` has already; their shapes and dtype are read.
+        query_mask, key_mask: (B, N) and (B, M) bool, which `attend` has already.
+        block: C; time grows with M / C, memory with C.
+
+    >>> q = k = torch.randn(1, 2, 5, 4)
+    >>> softmax = lambda value: nn.functional.scaled_dot_product_attention(q, k, value)
+    >>> matrix_maps(softmax, q, k).row_sums.round(decimals=4).unique()
+    tensor([1.])
+    """
+    batch, heads, sinks, sources = *query.shape[:3], key.shape[2]
+    columns = []
+    row_sums = row_logs = query.new_zeros(batch, heads, sinks, dtype=torch.promote_types(query.dtype, torch.float32))
+    for start in range(0, sources, block):
+        identity = torch.eye(sources, min(block, sources - start), dtype=query.dtype, device=query.device).roll(
+            start, 0
+        )
+        weights = attend(identity.expand(batch, heads, -1, -1)).to(row_sums.dtype).abs()  # (B, H, N, C)
+        columns.append(weights.sum(2))
+        row_sums = row_sums + weights.sum(-1)
+        row_logs = row_logs + weights.xlogy(weights).sum(-1)
+    # −Σ (w/S) log (w/S) = log S − (Σ w log w)/S
+    whole = row_sums.clamp_min(torch.finfo(row_sums.dtype).tiny)
+    entropies = (whole.log() - row_logs / whole).clamp_min(0).masked_fill(row_sums == 0, 0)
+    column_sums = torch.cat(columns, -1) if columns else row_sums.new_zeros(batch, heads, 0)
+    return MatrixMaps(column_sums, row_sums, entropies, _visible(query, key, is_causal, query_mask, key_mask))
+
+
+@contextmanager
+def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[MatrixMaps]]:
+    """Collects the `MatrixMaps` of every attention of a model in evaluation mode, in the order they run.
+
+    That takes as many runs of each attention as it has blocks of sources.
+
+    >>> attention = RivalAttention(32, 4, name="cosformer", max_length=10).eval()
+    >>> with record_matrices(attention) as maps:
+    ...     _ = attention(torch.randn(2, 10, 32))
+    >>> maps[0].column_sums.shape
+    torch.Size([2, 4, 10])
+    """
+    modules = [module for module in model.modules() if isinstance(module, FlowAttention | RivalAttention)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no attention of this package.")
+    if model.training:
+        raise ValueError("dropout and redrawn features are not part of a matrix: call model.eval() first.")
+    maps: list[MatrixMaps] = []
+
+    def record(module: Any, args: tuple, options: dict[str, Any]) -> None:
+        maps.append(_of_module(module, block, *args, **options))
+
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _of_module(
+    module: FlowAttention | RivalAttention,
+    block: int,
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    *,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    state: Any = None,
+) -> MatrixMaps:
+    if state is not None:
+        raise ValueError("got a state; a matrix is that of whole sequences only.")
+    q, k, _, query_mask, key_mask = module._project(query, key, value, query_mask, key_mask)
+    options: dict[str, Any] = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
+    if isinstance(module, FlowAttention):
+        attend = partial(flow_attention, q, k, variant=module.variant, **options)
+    else:
+        attend = partial(module.mechanism.weigh, q, k, **options)
+    return matrix_maps(attend, q, k, block=block, **options)
+
+
+def _visible(query: Tensor, key: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    if key_mask is None:
+        key_mask = torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device)
+    visible = key_mask.cumsum(-1) if is_causal else key_mask.sum(-1, keepdim=True).expand(-1, query.shape[2])
+    return visible if query_mask is None else visible.masked_fill(~query_mask, 0)

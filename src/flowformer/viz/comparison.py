@@ -1,0 +1,127 @@
+"""The paper's comparison of attentions: what each gives weight to, over the same images or series, side by side.
+
+Shapes: B examples, N tokens, C channels, Y × X pixels, H heads, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ..models.base import FlowModel
+from ..nn import Degeneracy, is_flow, record_maps, record_matrices
+from .maps import _grid
+
+
+@torch.no_grad()
+def source_weights(model: FlowModel, *inputs: Any, layer: int = -1) -> Tensor:
+    """How much weight each source has, (B, N), the mean over the heads: what the paper draws.
+
+    That is the competition of Flow-Attention, and the sum of the attention's weights to a source for any other.
+
+    Args:
+        model: with any attention, in evaluation mode.
+        inputs: what the model takes.
+        layer: whose weights.
+    """
+    if is_flow(model.config.attention):
+        with record_maps(model) as flows:
+            model(*inputs)
+        return flows[layer].competition.float().mean(1)
+    with record_matrices(model) as matrices:
+        model(*inputs)
+    return matrices[layer].column_sums.float().mean(1)
+
+
+def degeneracies(models: Mapping[str, FlowModel], *inputs: Any, top: float = 0.1) -> dict[str, list[Degeneracy]]:
+    """How degenerate the attention of each model is in each layer, by name; see `nn.MatrixMaps.degeneracy`.
+
+    Args:
+        models: by the name to give them, in evaluation mode.
+        inputs: what they take.
+    """
+    found = {}
+    for name, model in models.items():
+        with torch.no_grad(), record_matrices(model) as matrices:
+            model(*inputs)
+        found[name] = [maps.degeneracy(top) for maps in matrices]
+    return found
+
+
+def compare_over_images(
+    models: Mapping[str, FlowModel],
+    images: Tensor,
+    shown: Tensor,
+    *,
+    titles: Sequence[str] | None = None,
+    layer: int = -1,
+) -> Figure:
+    """Images, and beside each what every model gives weight to, each map from its own least to its largest.
+
+    Args:
+        models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
+        images: (B, 3, Y, X), as the models take them.
+        shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
+        titles: one an image.
+        layer: whose weights.
+    """
+    weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
+    figure = Figure(figsize=(2.1 * (1 + len(models)), 2.2 * len(images)), layout="constrained")
+    panels = figure.subplots(len(images), 1 + len(models), squeeze=False)
+    height, width = images.shape[2:]
+    for i, (first, *others) in enumerate(panels):
+        picture = shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy()
+        for panel in (first, *others):
+            panel.imshow(picture)
+            panel.set_axis_off()
+        first.set_title("" if titles is None else titles[i], fontsize=9)
+        for panel, (name, values) in zip(others, weights.items(), strict=True):
+            rows, columns, leading = _grid(values.shape[1], height, width)
+            grid = values[i, leading:].reshape(1, 1, rows, columns)
+            panel.imshow(F.interpolate(grid, (height, width), mode="bilinear")[0, 0].numpy(), cmap="inferno", alpha=0.6)
+            if i == 0:
+                panel.set_title(name, fontsize=9)
+    return figure
+
+
+def compare_over_time(
+    models: Mapping[str, FlowModel],
+    series: Tensor,
+    mask: Tensor | None = None,
+    *,
+    titles: Sequence[str] | None = None,
+    layer: int = -1,
+) -> Figure:
+    """Time series, and below each what every model gives weight to, in parts of the mean over the steps.
+
+    Args:
+        models: by the name in the legend.
+        series: (B, N, C), a column of panels each.
+        mask: (B, N) bool, True = takes part.
+        titles: one a series.
+        layer: whose weights.
+    """
+    weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}
+    lengths = [series.shape[1]] * len(series) if mask is None else mask.sum(1).tolist()
+    figure = Figure(figsize=(3.6 * len(series), 1.3 * (1.5 + len(models))), layout="constrained")
+    heights = [1.5, *(1.0 for _ in models)]
+    panels = figure.subplots(
+        1 + len(models), len(series), squeeze=False, sharex="col", gridspec_kw={"height_ratios": heights}
+    )
+    for i, column in enumerate(panels.T):
+        steps = range(lengths[i])
+        column[0].plot(steps, series[i, : lengths[i]].cpu().numpy(), linewidth=0.8, alpha=0.7)
+        column[0].set_title("" if titles is None else titles[i], fontsize=10)
+        for number, (panel, (name, values)) in enumerate(zip(column[1:], weights.items(), strict=True)):
+            row = values[i, : lengths[i]]
+            panel.plot(steps, (row / row.mean()).numpy(), color=f"C{number}")
+            panel.axhline(1, color="grey", linewidth=0.6, linestyle=":")
+            panel.set_ylabel(name, fontsize=8)
+            panel.tick_params(labelsize=7)
+        column[-1].set_xlabel("step", fontsize=8)
+    return figure

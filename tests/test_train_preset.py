@@ -1,0 +1,76 @@
+"""preset=benchmark: the Long-Range Arena's own sizes of each rival."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowformer.train import benchmark, config, recipes, tasks
+from flowformer.train.config import override
+
+TASKS = ["listops", "text", "retrieval", "image", "pathfinder"]
+
+
+def chosen(task, attention, *changes):
+    return override(recipes.get(f"lra/{task}"), [f"attention={attention}", "preset=benchmark", *changes])
+
+
+@pytest.mark.parametrize(
+    ("task", "count"), [("listops", 8.95e6), ("text", 3.49e6), ("retrieval", 1.087e6), ("image", 248_458)]
+)
+def test_transformer_has_the_published_number_of_parameters(task, count):
+    run = chosen(task, "softmax", *(["model.max_length=1000"] if task == "text" else []))
+    with torch.device("meta"):
+        model = tasks.get(run.task).build(run)
+    assert model.num_parameters() == pytest.approx(count, rel=5e-3 if isinstance(count, float) else 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("attention", benchmark.OPTIONS)
+def test_every_rival_of_every_task_builds_and_runs(task, attention):
+    run = chosen(task, attention, "max_length=130" if task in ("image", "pathfinder") else "model.max_length=130")
+    assert run.preset == "benchmark"
+    model = tasks.get(run.task).build(run).eval()
+    tokens = torch.randint(1, 16, (1, 130))
+    with torch.no_grad():
+        assert model(*[tokens] * (2 if task == "retrieval" else 1)).isfinite().all()
+
+
+def test_sizes_options_and_rates_are_those_of_the_attention_and_the_task():
+    local, longformer = chosen("image", "local"), chosen("pathfinder", "longformer")
+    assert (local.model.pooling, local.model.attention_options, local.model.num_heads) == ("mean", {"window": 64}, 2)
+    assert (longformer.model.num_layers, longformer.model.dropout, longformer.optimiser.lr) == (2, 0.1, 1e-3)
+    assert chosen("text", "local").model.attention_options == {"window": 50}
+    assert chosen("listops", "performer").model.attention_options == {"features": 2}
+    assert chosen("image", "sinkhorn").optimiser.weight_decay == 0.7
+    assert chosen("text", "linformer").optimiser.lr == 0.05
+
+
+def test_what_is_set_besides_is_kept_in_any_order():
+    for order in (1, -1):
+        changes = ["attention=linformer", "preset=benchmark", "num_layers=3", "rank=8", "lr=0.1"][::order]
+        run = override(recipes.get("lra/text"), changes)
+        assert (run.model.num_layers, run.model.attention_options, run.optimiser.lr) == (3, {"rank": 8}, 0.1)
+        assert run.model.num_heads == 4
+    assert config.from_dict(config.to_dict(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "message"),
+    [
+        ("uea/Heartbeat", "softmax", "uea/Heartbeat is not of the Long-Range Arena"),
+        ("lra/text", "flow", "the benchmark has no flow attention for text"),
+        ("lra/text", "performer", "no performer attention for text; accepted: attention=.*, performer-relu, "),
+        ("lra/image", "cosformer", "accepted: attention=softmax, local, "),
+    ],
+)
+def test_what_the_benchmark_does_not_have_is_an_error(name, attention, message):
+    with pytest.raises(ValueError, match=message):
+        override(recipes.get(name), [f"attention={attention}", "preset=benchmark"])
+    with pytest.raises(ValueError, match="did you mean 'benchmark'"):
+        override(recipes.get(name), ["preset=benchmarc"])
+
+
+def test_the_published_recipe_and_the_stand_in_take_it_too():
+    for name in ("lra/retrieval@published", "acl"):
+        assert override(recipes.get(name), ["attention=softmax", "preset=benchmark"]).model.mlp_dim == 512
