@@ -197,7 +197,7 @@ def gradient_kernel(
         gradient += inverse[:, None] * settled(after_conserved)[None, :] + settled(after_sum)[None, :]
         if CENTRE != 0:
             found, total = tl.sum(gradient * phi, 1), tl.sum(phi, 1)
-            TILES_D: tl.constexpr = tl.cdiv(D, BLOCK_D)
+            TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
             if BALANCE == "measure":
                 tl.store(grads_at + (MEASURED + tile) * plane, found, mask=inside)
                 tl.store(grads_at + (MEASURED + TILES_D + tile) * plane, total, mask=inside)

@@ -130,7 +130,8 @@ def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
     """Compiles kernels without running them. Returns: the bytes of shared memory that each needs."""
     with _compiling, nullcontext() if wgmma else _without_wgmma():
         forks = Forks()
-        with triton.AsyncCompileMode(forks):
+        # an error that leaves the mode would leave it active for good: it is raised by `result`
+        with triton.AsyncCompileMode(forks, ignore_errors=True):
             compiled = [
                 kernel.function.warmup(*_values(kernel), **kernel.constants, num_warps=kernel.warps, grid=kernel.grid)
                 for kernel in kernels
