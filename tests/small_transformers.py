@@ -64,6 +64,7 @@ OVERRIDES = {
     "qwen2_5_vl_text": {"rope_parameters": ROTARY},
     "qwen2_vl_text": {"rope_parameters": ROTARY},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},
     "time_series_transformer": {"prediction_length": 4},
 }
 
@@ -95,8 +96,8 @@ def small_fields(config: PreTrainedConfig, rules: dict[str, int]) -> dict[str, A
         elif isinstance(value, dict) and "mrope_section" in value:
             half = int(16 * value.get("partial_rotary_factor", 1)) // 2
             fields[name] = value | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
-        elif name == "depths":
-            fields[name] = type(value)(1 for _ in value)
+        elif name in ("depths", "image_size") and isinstance(value, list | tuple):
+            fields[name] = type(value)(1 if name == "depths" else 32 for _ in value)
         elif isinstance(value, bool) or not isinstance(value, int) or name in fields:
             continue
         elif re.fullmatch(r"\w+_token_(id|index)", name) and value >= VOCABULARY:

@@ -91,10 +91,8 @@ def _refused(error: Exception, stock: PreTrainedModel | None = None) -> Outcome:
 def _refused_unseen(model_type: str) -> Outcome | None:
     """Whether a model that no rule can run is refused at any rate, before it is built."""
     try:
-        config = CONFIG_MAPPING[model_type]()
-        config._attn_implementation = NAME
         with torch.device("meta"):
-            model_class(model_type)(config)
+            model_class(model_type)._from_config(CONFIG_MAPPING[model_type](), attn_implementation=NAME)
     except Exception as error:
         outcome = _refused(error)
         return outcome if outcome.status == "refused" else None
@@ -142,9 +140,19 @@ def _faults(stock: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Te
         return
     if _sees_ahead(model, inputs) != sees_ahead:
         yield "it sees tokens ahead, or does not, unlike the model with its own attention"
-    if "attention_mask" in inspect.signature(model.forward).parameters:
+    if _takes_a_mask(stock, inputs):
         for kept in (slice(3, None), slice(0, -3)):
             yield from _padding_faults(model, inputs, kept, sees_ahead)
+
+
+def _takes_a_mask(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
+    if "attention_mask" not in inspect.signature(stock.forward).parameters:
+        return False
+    try:
+        call(stock, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
+    except AttributeError:  # of a default config that lacks what the model then asks for
+        return False
+    return True
 
 
 def _padding_faults(model: PreTrainedModel, inputs: dict[str, Tensor], kept: slice, sees_ahead: bool) -> Iterator[str]:

@@ -70,6 +70,19 @@ def test_a_list_of_attentions_is_no_key_error():
         AutoModel.from_config(transformers.SamConfig(), attn_implementation=NAME)
 
 
+def test_a_part_without_attention_is_no_reason_to_refuse():
+    vision = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1])
+    vision.hidden_size = 8
+    config = transformers.LlavaConfig(
+        vision_config=vision.to_dict(), text_config=LLAMA.to_dict(), image_token_index=22, vision_feature_layer=-1
+    )
+    config._attn_implementation = NAME
+    for model in (AutoModel.from_config(copy.deepcopy(config)), transformers.LlavaModel(config)):
+        assert model.language_model.config._attn_implementation == NAME
+    with pytest.raises(NotImplementedError, match="ResNetModel: it has no attention layer to replace"):
+        AutoModel.from_config(copy.deepcopy(vision), attn_implementation=NAME)
+
+
 def test_a_layer_that_does_not_say_whether_it_is_causal_is_refused():
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(NotImplementedError, match="cannot serve Identity: it does not say whether it is causal"):

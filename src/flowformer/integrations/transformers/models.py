@@ -49,7 +49,7 @@ class FlowformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Linear | nn.Embedding):
             gpt = self.config.initialisation == "gpt"
             nn.init.normal_(module.weight, std=0.02 if gpt else self.config.hidden_size**-0.5)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def initialize_weights(self) -> None:
@@ -284,7 +284,7 @@ class FlowformerForMaskedLM(FlowformerPreTrainedModel):
         return MaskedLMOutput(loss, logits, outputs.hidden_states)
 
 
-class FlowformerForTokenClassification(GenericForTokenClassification, FlowformerPreTrainedModel):  # type: ignore[misc]
+class FlowformerForTokenClassification(GenericForTokenClassification, FlowformerPreTrainedModel):
     """Classifies every token; with is_causal=False from those on both sides of it.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, num_labels=3, is_causal=False)
@@ -293,7 +293,7 @@ class FlowformerForTokenClassification(GenericForTokenClassification, Flowformer
     """
 
 
-class FlowformerForQuestionAnswering(GenericForQuestionAnswering, FlowformerPreTrainedModel):  # type: ignore[misc]
+class FlowformerForQuestionAnswering(GenericForQuestionAnswering, FlowformerPreTrainedModel):
     """Scores every token as the first and as the last of an answer; with is_causal=False from both sides of it.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)

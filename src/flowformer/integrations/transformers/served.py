@@ -11,7 +11,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import wraps
 from types import CodeType
 from typing import Any
@@ -64,8 +63,8 @@ def looks_up_its_attention(layer: type[nn.Module]) -> bool:
     """Whether the code of a layer asks transformers for the function that computes its attention."""
     for cls in layer.__mro__[: layer.__mro__.index(nn.Module)]:
         for member in vars(cls).values():
-            function = inspect.unwrap(member) if callable(member) else None
-            if hasattr(function, "__code__") and not LOOKUPS.isdisjoint(_names(function.__code__)):
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and not LOOKUPS.isdisjoint(_names(code)):
                 return True
     return False
 
@@ -111,9 +110,13 @@ def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
+def asks_for_flow(model: PreTrainedModel) -> bool:
+    return any(is_flow(part.config) for part in parts_of(model))
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a whole model that asks for Flow-Attention and has no layer for it, or one that it cannot replace."""
-    if any(is_flow(part.config) for part in parts_of(model)) and not check_layers(model):
+    if asks_for_flow(model) and not check_layers(model):
         raise refuse(type(model), "it has no attention layer to replace")
 
 
@@ -197,30 +200,31 @@ def choose(original: Callable, model: PreTrainedModel, *args, **kwargs) -> str:
 
 @extends(PreTrainedModel, "post_init")
 def finish(original: Callable, model: PreTrainedModel) -> None:
-    if any(is_flow(part.config) for part in parts_of(model)):
+    if asks_for_flow(model):
         check_layers(model)
     if is_flow(model.config):
         prepare(model)
     original(model)
 
 
-_building: ContextVar[bool] = ContextVar("building", default=False)
+def _is_part() -> bool:
+    """Whether the model at hand is built by the constructor of another, of which it will be a part."""
+    frames = (info.frame for info in inspect.stack(0))
+    return any(f.f_code.co_name == "__init__" and isinstance(f.f_locals.get("self"), PreTrainedModel) for f in frames)
 
 
 @extends(PreTrainedModel, "_from_config")
 @extends(PreTrainedModel, "from_pretrained")
 def build(original: Callable, cls: type[PreTrainedModel], *args, **kwargs) -> Any:
-    is_part, token = _building.get(), _building.set(True)
     try:
         built = original(cls, *args, **kwargs)
     except KeyError as error:
         if error.args != (NAME,):
             raise
         raise refuse(cls, "it chooses its attention from a list of its own") from error
-    finally:
-        _building.reset(token)
-    if not is_part:  # a part of a composite model may have no attention
-        check_model(built[0] if isinstance(built, tuple) else built)  # with output_loading_info there are two
+    model = built[0] if isinstance(built, tuple) else built  # with output_loading_info there are two
+    if asks_for_flow(model) and not _is_part():  # a part of another model may have no attention
+        check_model(model)
     return built
 
 
