@@ -24,7 +24,9 @@ from .cache import NAME
 # by these names an attention layer finds the function that computes it
 LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
 CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att|enc_?dec_?att|encoder_decoder_att", re.IGNORECASE)
-RECURRENT = {"recurrent_gemma"}  # model types with layers that see no mask
+# model types with layers besides attention that see no mask: recurrent ones carry padding on the left along,
+# convolutions mix padding on either side in
+RECURRENT, CONVOLUTIONAL = {"recurrent_gemma"}, {"sam3_lite_text_text_model"}
 ATTENDS_ELSEWHERE = (
     "attends to another sequence, as a decoder attends to an encoder: sums over all queries would show a token those "
     "after it. flowformer.nn.FlowDecoderLayer has a cross-attention that does not"
@@ -152,9 +154,11 @@ def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
         return None
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
         return None
+    if model.config.model_type in CONVOLUTIONAL and not mask.all():
+        raise refuse(type(model), "it takes padding for tokens. Pass rows of one length")
     if "position_ids" not in names or model.config.model_type in RECURRENT:
         if not mask[:, 0].all():
-            raise refuse(type(model), "it counts padding on the left as tokens. Pad on the right")
+            raise refuse(type(model), "it takes padding on the left for tokens. Pad on the right")
         return None
     mask = mask.long()
     count, before = mask.cumsum(-1), model._flow_padding
