@@ -111,7 +111,7 @@ def _randomize(model: PreTrainedModel) -> None:
 
 
 def _group(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> str:
-    sees_ahead = _sees_ahead(stock, inputs)
+    sees_ahead = _direction(stock, inputs)
     if sees_ahead is None:
         return "images, sound and others"
     return "text, bidirectional" if sees_ahead else "text, causal"
@@ -119,7 +119,7 @@ def _group(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> str:
 
 def _faults(stock: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Iterator[str]:
     """What keeps a model from being served."""
-    sees_ahead = _sees_ahead(stock, inputs)
+    sees_ahead = _direction(stock, inputs)
     length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
     with watched(length, sees_ahead) as errors:
         if not _result(model, inputs).isfinite().all():
@@ -197,6 +197,13 @@ def _run_parts(model: PreTrainedModel, reached: dict[nn.Module, float]) -> None:
             except Exception as error:
                 if NAME in str(error):
                     raise
+
+
+def _direction(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | None:
+    """Whether a model with its own attention sees ahead; some forget to be causal where they get no mask."""
+    if "input_ids" in inputs and _takes_a_mask(stock, inputs):
+        inputs = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    return _sees_ahead(stock, inputs)
 
 
 def _sees_ahead(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | None:
