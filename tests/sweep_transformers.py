@@ -122,7 +122,7 @@ def _faults(stock: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Te
     sees_ahead = _direction(stock, inputs)
     length = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
     with watched(length, sees_ahead) as errors:
-        if not _result(model, inputs).isfinite().all():
+        if not _result(model, _with_mask(stock, inputs)).isfinite().all():
             yield "the result is not finite"
     with watched() as others:
         _run_parts(model, errors)
@@ -138,21 +138,25 @@ def _faults(stock: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Te
             yield f"{len(missed)} layers of {type(part).__name__} did not call Flow-Attention"
     if sees_ahead is None:
         return
-    if _sees_ahead(model, inputs) != sees_ahead:
+    if _direction(model, inputs) != sees_ahead:
         yield "it sees tokens ahead, or does not, unlike the model with its own attention"
-    if _takes_a_mask(stock, inputs):
+    if _sees_ahead(model, inputs) and not _sees_ahead(stock, inputs):
+        yield "without a mask it sees tokens ahead, unlike the model with its own attention"
+    if "attention_mask" in _with_mask(stock, inputs):
         for kept in (slice(3, None), slice(0, -3)):
             yield from _padding_faults(model, inputs, kept, sees_ahead)
 
 
-def _takes_a_mask(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> bool:
-    if "attention_mask" not in inspect.signature(stock.forward).parameters:
-        return False
+def _with_mask(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs, and a mask that keeps all tokens if the model takes one."""
+    if "input_ids" not in inputs or "attention_mask" not in inspect.signature(model.forward).parameters:
+        return inputs
+    masked = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
     try:
-        call(stock, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
+        call(model, masked)
     except AttributeError:  # of a default config that lacks what the model then asks for
-        return False
-    return True
+        return inputs
+    return masked
 
 
 def _padding_faults(model: PreTrainedModel, inputs: dict[str, Tensor], kept: slice, sees_ahead: bool) -> Iterator[str]:
@@ -161,7 +165,8 @@ def _padding_faults(model: PreTrainedModel, inputs: dict[str, Tensor], kept: sli
     mask[1] = 0
     mask[1, kept] = 1
     padded = inputs | {"input_ids": tokens.masked_fill(mask == 0, PAD), "attention_mask": mask}
-    alone = {name: value[1:] for name, value in inputs.items()} | {"input_ids": tokens[1:, kept]}
+    alone = {name: value[1:] for name, value in inputs.items()}
+    alone |= {"input_ids": tokens[1:, kept], "attention_mask": mask[1:, kept]}
     side = "right" if kept.start == 0 else "left"
     try:
         with watched(tokens.shape[1], sees_ahead, mask.bool()) as errors:
@@ -199,11 +204,9 @@ def _run_parts(model: PreTrainedModel, reached: dict[nn.Module, float]) -> None:
                     raise
 
 
-def _direction(stock: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | None:
-    """Whether a model with its own attention sees ahead; some forget to be causal where they get no mask."""
-    if "input_ids" in inputs and _takes_a_mask(stock, inputs):
-        inputs = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
-    return _sees_ahead(stock, inputs)
+def _direction(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | None:
+    """Whether a model sees ahead, with a mask if it takes one: some are causal only then."""
+    return _sees_ahead(model, _with_mask(model, inputs))
 
 
 def _sees_ahead(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | None:

@@ -16,12 +16,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import (
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     or_masks,
     packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
 
+from flowformer import flow_attention
 from flowformer.integrations.transformers import flow_attention_forward, flow_attention_mask
 
 NAME = "flow_attention"
@@ -227,10 +229,33 @@ def test_a_pattern_that_is_not_known_is_refused(pattern):
 
 
 def test_a_window_as_long_as_the_input_is_causal():
-    assert (
-        flow_attention_mask(batch_size=1, q_length=7, kv_length=7, mask_function=sliding_window_causal_mask_function(7))
-        is None
-    )
+    mask = flow_attention_mask(1, 7, 7, mask_function=sliding_window_causal_mask_function(7))
+    assert mask.shape == (1, 1, 7)
+    assert mask.stride() == (0, 0, 0)
+    assert flow_attention_mask(1, 7, 7, mask_function=bidirectional_mask_function) is None
+
+
+def test_a_layer_that_does_not_know_of_its_causal_mask_is_causal():
+    """As in AIMv2, whose layers say is_causal=False and get a causal mask, with padding and without."""
+    layer = nn.Identity()
+    layer.is_causal = False
+    q = torch.randn(3, 2, 7, 4, dtype=torch.float64)
+    for padding in (None, LEFT.flip(1).bool()):
+        mask = flow_attention_mask(3, 7, 7, mask_function=causal_mask_function, attention_mask=padding)
+        result, _ = flow_attention_forward(layer, q, q, q, mask, is_causal=False)
+        assert_close(result.transpose(1, 2), flow_attention(q, q, q, is_causal=True, query_mask=padding))
+    cached = flow_attention_mask(3, 1, 7, q_offset=6, mask_function=causal_mask_function)
+    with pytest.raises(NotImplementedError, match="cannot decode from a cache"):
+        flow_attention_forward(layer, q[:, :, :1], q, q, cached, is_causal=False)
+
+
+def test_a_compiled_model_is_the_model():
+    """In one graph with a mask; without one transformers looks for packed sequences, which breaks the graph."""
+    model = existing(LLAMA)
+    for options in ({}, {"attention_mask": LEFT}):
+        compiled = torch.compile(model, backend="eager", fullgraph=bool(options))
+        expected = model(PROMPTS, use_cache=False, **options).last_hidden_state
+        assert_close(compiled(PROMPTS, use_cache=False, **options).last_hidden_state, expected)
 
 
 def test_packed_rows_of_unequal_bounds():

@@ -43,8 +43,11 @@ def flow_attention_forward(
 
     Returns: (B, N, H, D), and None for the weights.
     """
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
+    own = getattr(module, "is_causal", None)
+    if attention_mask is not None and attention_mask.dim() in (1, 3) and not own:
+        is_causal = True  # a layer that does not know of the causal mask it is given
+    elif is_causal is None:
+        is_causal = own
     _check(module, query, key, attention_mask, is_causal, kwargs)
     options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
     packed_q, packed_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
@@ -55,7 +58,8 @@ def flow_attention_forward(
         result = flow_attention_varlen(q, k, v, packed_q, packed_k, query.shape[2], key.shape[2], **options)
         result = result.unflatten(0, (len(query), -1))
     else:
-        key_mask = None if attention_mask is None else attention_mask.bool()
+        key_mask = None if attention_mask is None or attention_mask.stride(-1) == 0 else attention_mask.bool()
+        key_mask = key_mask.squeeze(1) if key_mask is not None and key_mask.dim() == 3 else key_mask
         query_mask = key_mask if query.shape[2] == key.shape[2] else None
         result = flow_attention(query, key, value, query_mask=query_mask, key_mask=key_mask, **options).transpose(1, 2)
     return F.dropout(result, dropout, module.training).contiguous(), None
@@ -75,20 +79,31 @@ def flow_attention_mask(
 ) -> Tensor | None:
     """What `flow_attention_forward` needs to know of a mask, found once for all layers.
 
-    Returns: None; or the padding mask (B, N) bool; or, where a row holds several sequences, packed or in chunks, their
-    bounds (R + 1,). Any other pattern has no linear form and is an error.
+    Returns: the padding mask, bool: (B, N), or None for no padding, and for a causal pattern (B, 1, N), which without
+    padding is one number expanded. Where a row holds several sequences, packed or in chunks, their bounds (R + 1,).
+    Any other pattern has no linear form and is an error.
     """
-    if mask_function in (causal_mask_function, bidirectional_mask_function) or q_length != kv_length:
-        return attention_mask
-    starts = None if use_vmap else _starts(mask_function, batch_size, q_length, device)
-    if starts is not None and not starts[:, 1:].any():
-        return attention_mask
+    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function) or q_length != kv_length
+    starts = None if is_plain or use_vmap else _starts(mask_function, batch_size, q_length, device)
+    if is_plain or (starts is not None and not starts[:, 1:].any()):
+        if not _is_causal(mask_function):
+            return attention_mask
+        if attention_mask is None:
+            attention_mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
+        return attention_mask[:, None]
     if starts is None or (attention_mask is not None and not attention_mask.all()):
         raise NotImplementedError(
             f"{NAME} takes padding, or packed sequences and chunks without padding, causal or not. This model asks for "
             "another pattern, such as a sliding window shorter than the input, which has no linear form."
         )
     return bounds(starts)
+
+
+def _is_causal(mask_function: Callable) -> bool:
+    """Whether a pattern is causal, or an intersection with one that is."""
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return mask_function is causal_mask_function
+    return any(map(_is_causal, inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())))
 
 
 def _starts(mask_function: Callable, batch_size: int, length: int, device: torch.device | str) -> Tensor | None:
@@ -151,7 +166,7 @@ def _check(
             "values, which lacks the sums over past queries. Pass use_cache=False, or use FlowformerForCausalLM of "
             "flowformer.integrations.transformers, whose cache keeps them."
         )
-    if mask is not None and mask.dim() not in (1, 2):
+    if mask is not None and (mask.dim() > 3 or (mask.dim() == 3 and mask.shape[1] != 1)):
         raise ValueError(
             f"{NAME} takes a padding mask (batch, length), got {tuple(mask.shape)}: a mask of pairs of tokens has no "
             "linear form."

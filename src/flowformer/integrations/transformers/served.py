@@ -101,9 +101,8 @@ def check_layers(model: PreTrainedModel) -> int:
             raise refuse(type(model), f"{kind} ({name}) {ATTENDS_ELSEWHERE}")
         if not looks_up_its_attention(type(layer)):
             raise refuse(type(model), f"{kind} ({name}) computes its attention itself and would go on with softmax")
-        chooser = next((type(m).__name__ for m in layer.modules() if "Indexer" in type(m).__name__), None)
-        if chooser is not None:
-            raise refuse(type(model), f"{chooser} chooses keys for every query, which has no linear form")
+        if hasattr(layer, "prepare_dynamic_mask") or any("Indexer" in type(m).__name__ for m in layer.modules()):
+            raise refuse(type(model), f"{kind} ({name}) chooses keys for every query, which has no linear form")
     return len(layers)
 
 
