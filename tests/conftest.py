@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 # the workers of pytest-xdist would otherwise fight for the cores
@@ -14,8 +15,10 @@ if not torch.cuda.is_available():
 ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Where there is a GPU, the tests of the kernels run on it: `pytest -m gpu` is all of them."""
     for item in items:
+        if "slow" in item.keywords and "slow" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
         if torch.cuda.is_available() and item.path.name in ON_GPU:
             item.add_marker("gpu")
