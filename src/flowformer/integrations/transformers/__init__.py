@@ -7,39 +7,52 @@ model that looks its attention up takes `attn_implementation="flow_attention"`.
 from __future__ import annotations
 
 try:
-    from transformers import (
-        AttentionInterface,
-        AttentionMaskInterface,
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
     from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
+    from transformers.models.auto import modeling_auto
 except Exception as error:  # a broken installation raises more than ImportError
     raise ImportError(
         "flowformer.integrations.transformers needs transformers 5.14 or newer: pip install 'flowformer[hf]'."
     ) from error
 
+from . import served as served
 from .attention import flow_attention_forward, flow_attention_mask
 from .cache import NAME, FlowCacheLayer
 from .config import FlowformerConfig
-from .models import FlowformerForCausalLM, FlowformerForSequenceClassification, FlowformerModel
+from .models import (
+    FlowformerForCausalLM,
+    FlowformerForMaskedLM,
+    FlowformerForQuestionAnswering,
+    FlowformerForSequenceClassification,
+    FlowformerForTokenClassification,
+    FlowformerModel,
+)
 
 __all__ = [
     "FlowCacheLayer",
     "FlowformerConfig",
     "FlowformerForCausalLM",
+    "FlowformerForMaskedLM",
+    "FlowformerForQuestionAnswering",
     "FlowformerForSequenceClassification",
+    "FlowformerForTokenClassification",
     "FlowformerModel",
     "flow_attention_forward",
     "flow_attention_mask",
 ]
 
 AutoConfig.register(FlowformerConfig.model_type, FlowformerConfig, exist_ok=True)
-AutoModel.register(FlowformerConfig, FlowformerModel, exist_ok=True)
-AutoModelForCausalLM.register(FlowformerConfig, FlowformerForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(FlowformerConfig, FlowformerForSequenceClassification, exist_ok=True)
+for task, model in {
+    "": FlowformerModel,
+    "FOR_CAUSAL_LM_": FlowformerForCausalLM,
+    "FOR_MASKED_LM_": FlowformerForMaskedLM,
+    "FOR_QUESTION_ANSWERING_": FlowformerForQuestionAnswering,
+    "FOR_SEQUENCE_CLASSIFICATION_": FlowformerForSequenceClassification,
+    "FOR_TOKEN_CLASSIFICATION_": FlowformerForTokenClassification,
+}.items():
+    getattr(modeling_auto, f"MODEL_{task}MAPPING").register(FlowformerConfig, model, exist_ok=True)
+    # Trainer, model cards and servers look a model up by its name
+    getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")[FlowformerConfig.model_type] = model.__name__
 AttentionInterface.register(NAME, flow_attention_forward)
 # without a mask function of the same name the library drops the padding mask
 AttentionMaskInterface.register(NAME, flow_attention_mask)

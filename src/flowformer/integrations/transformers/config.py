@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, fields
+from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ...models.lm import LMConfig
 from ...ops import FlowVariant, checks
 from .cache import NAME
+
+# of a config.json, besides the fields and attributes of a config
+OTHER_OPTIONS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "name_or_path",
+    "quantization_config",
+    "torch_dtype",
+    "use_bfloat16",
+}
 
 
 @strict
@@ -54,10 +67,34 @@ class FlowformerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs) -> None:
+        self._check_names(kwargs)
         variant = FlowVariant() if self.variant is None else self.variant
         self.variant = asdict(FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant))
         self.lm_config()
         super().__post_init__(**kwargs)
+
+    def _check_names(self, options: dict[str, Any]) -> None:
+        """Refuse a misspelt option: transformers keeps any name it does not know as an attribute."""
+        accepted = {field.name for field in fields(self)}
+        known = accepted.union(dir(PreTrainedConfig), GenerationConfig().to_dict(), OTHER_OPTIONS)
+        for name in options:
+            if name not in known and not name.startswith("_"):
+                nearest = get_close_matches(name, accepted, 1, 0.5)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(accepted))}."
+                raise TypeError(
+                    f"FlowformerConfig got an unexpected option {name!r}; {hint} A value of your own needs a name that "
+                    "begins with an underscore."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options. PEFT asks for them before it looks up which layers to adapt, so ours are told to it here."""
+        constants = sys.modules.get("peft.utils.constants")
+        if constants is not None:
+            like = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
+            for name, mapping in vars(constants).items():
+                if name.endswith("_TARGET_MODULES_MAPPING") and mapping.get("llama") == like:
+                    mapping[self.model_type] = like  # layers of the same names
+        return super().to_dict()
 
     @property
     def layer_types(self) -> list[str]:

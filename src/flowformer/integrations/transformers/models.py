@@ -1,4 +1,4 @@
-"""The Flowformer as models of transformers: bare, with a language model's head, with a classifier's.
+"""The Flowformer as models of transformers: bare, and with the heads that tasks on text need.
 
 Shapes: B batch, N tokens, W width, R sequences packed into a batch, L the longest of them.
 """
@@ -13,19 +13,23 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.initialization import guard_torch_init_functions
+from transformers.modeling_layers import GenericForQuestionAnswering, GenericForTokenClassification
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
 from transformers.utils.generic import can_return_tuple
 
 from ...models.lm import FlowformerLM
-from ...nn import FlowDecoderLayer, LearnedPositions, token_positions
+from ...nn import LearnedPositions, token_positions
+from ...ops import FlowState
 from ...ops.varlen import Rows
 from .attention import bounds
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
+from .served import warn_no_weights
 
 
 class FlowformerPreTrainedModel(PreTrainedModel):
@@ -45,6 +49,8 @@ class FlowformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Linear | nn.Embedding):
             gpt = self.config.initialisation == "gpt"
             nn.init.normal_(module.weight, std=0.02 if gpt else self.config.hidden_size**-0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
@@ -102,6 +108,8 @@ class FlowformerModel(FlowformerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds.")
+        if kwargs.get("output_attentions"):
+            warn_no_weights()
         x = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
@@ -161,13 +169,17 @@ class FlowformerModel(FlowformerPreTrainedModel):
             if cache is None:
                 x = lm._layer(layer, x, mask=mask)
             else:
-                state = cache.layers[i].state
-                if state is None:
-                    state = cast(FlowDecoderLayer, layer).new_state(len(x))
+                state = self._new_state(x) if cache.layers[i].state is None else cache.layers[i].state
                 x, state = layer(x, mask=mask, state=state)
                 cache.layers[i].advance(state, x.shape[1])
         x = lm.norm(x)
         return x, [*hidden_states, x]
+
+    def _new_state(self, x: Tensor) -> FlowState:
+        """The state of sequences (B, N, W) that have not begun; quantised layers have no weights to tell its dtype."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        heads = self.config.num_attention_heads
+        return FlowState.empty(len(x), heads, self.config.hidden_size // heads, device=x.device, dtype=dtype)
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
         """`_run` on packed sequences, each a row of its own on the way."""
@@ -228,6 +240,72 @@ class FlowformerForCausalLM(FlowformerPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+
+
+class FlowformerForMaskedLM(FlowformerPreTrainedModel):
+    """Guesses the words that are masked out, from those on both sides; needs is_causal=False.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
+    >>> FlowformerForMaskedLM(config)(torch.tensor([[3, 1, 4]])).logits.shape
+    torch.Size([1, 3, 11])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FlowformerConfig) -> None:
+        super().__init__(config)
+        if config.is_causal:
+            raise ValueError("FlowformerForMaskedLM needs is_causal=False: its tokens must see those on both sides.")
+        self.model = FlowformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs,
+    ) -> MaskedLMOutput:
+        """Scores of every word in the place of each token.
+
+        Args:
+            labels: (B, N), the words that were masked out, -100 where nothing is scored.
+            All others: as for `FlowformerModel`.
+        """
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss, logits, outputs.hidden_states)
+
+
+class FlowformerForTokenClassification(GenericForTokenClassification, FlowformerPreTrainedModel):
+    """Classifies every token; with is_causal=False from those on both sides of it.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, num_labels=3, is_causal=False)
+    >>> FlowformerForTokenClassification(config)(torch.tensor([[3, 1, 4]])).logits.shape
+    torch.Size([1, 3, 3])
+    """
+
+
+class FlowformerForQuestionAnswering(GenericForQuestionAnswering, FlowformerPreTrainedModel):
+    """Scores every token as the first and as the last of an answer; with is_causal=False from both sides of it.
+
+    >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
+    >>> FlowformerForQuestionAnswering(config)(torch.tensor([[3, 1, 4]])).start_logits.shape
+    torch.Size([1, 3])
+    """
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value) -> None:
+        self.model.set_input_embeddings(value)
 
 
 class FlowformerForSequenceClassification(FlowformerPreTrainedModel):

@@ -1,0 +1,283 @@
+"""Which models of transformers Flow-Attention serves, and what is done about those it does not.
+
+A model that computes its attention itself takes any `attn_implementation` without a word, and goes on with softmax,
+often without a causal mask. transformers has no hook to refuse one, so this file extends methods of `PreTrainedModel`
+and `PreTrainedConfig`; with any other attention they do what they always did.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousMixin
+
+from .cache import NAME
+
+# by these names an attention layer finds the function that computes it
+LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
+CROSS_ATTENTION = re.compile(r"cross_?att|encoder_att|enc_?dec_?att|encoder_decoder_att", re.IGNORECASE)
+# model types with layers besides attention that see no mask: recurrent ones carry padding on the left along,
+# convolutions mix padding on either side in
+RECURRENT, CONVOLUTIONAL = {"recurrent_gemma"}, {"sam3_lite_text_text_model"}
+ATTENDS_ELSEWHERE = (
+    "attends to another sequence, as a decoder attends to an encoder: sums over all queries would show a token those "
+    "after it. flowformer.nn.FlowDecoderLayer has a cross-attention that does not"
+)
+
+
+def is_flow(config: PreTrainedConfig | None) -> bool:
+    """Whether a model with this config is to run Flow-Attention in place of its own attention."""
+    return config is not None and config._attn_implementation == NAME and config.model_type != "flowformer"
+
+
+def is_cross_attention(layer: nn.Module, name: str = "") -> bool:
+    """Whether a layer attends to another sequence, by its name, that of its class, or its own account."""
+    is_of_decoder = getattr(layer, "is_decoder", False) is True and getattr(layer, "is_causal", None) is False
+    says_so = getattr(layer, "is_cross_attention", False) is True
+    return is_of_decoder or says_so or bool(CROSS_ATTENTION.search(f"{name} {type(layer).__name__}"))
+
+
+def attention_layers(module: nn.Module, config: Any = None, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The attention layers that are to run Flow-Attention: modules called so that contain no other, and their names.
+
+    Heads that pool tokens by attention are the same whatever the attn_implementation, and are left out.
+    """
+    own = getattr(module, "config", None)
+    config = own if isinstance(own, PreTrainedConfig) else config
+    if re.search("Pool|AttnAdapter", type(module).__name__):
+        return
+    inner = [found for key, child in module.named_children() for found in attention_layers(child, config, key)]
+    yield from inner
+    is_attention = isinstance(module, nn.MultiheadAttention) or re.search("Attention|Attn", type(module).__name__)
+    if not inner and is_attention and is_flow(config):
+        yield name, module
+
+
+def looks_up_its_attention(layer: type[nn.Module]) -> bool:
+    """Whether the code of a layer asks transformers for the function that computes its attention."""
+    for cls in layer.__mro__[: layer.__mro__.index(nn.Module)]:
+        for member in vars(cls).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and not LOOKUPS.isdisjoint(_names(code)):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def refuse(model: type | str, reason: str) -> NotImplementedError:
+    name = model if isinstance(model, str) else model.__name__
+    return NotImplementedError(
+        f"{NAME} cannot serve {name}: {reason}. Choose another attn_implementation, for one part of a composite model "
+        f'as in {{"": "{NAME}", "vision_config": "sdpa"}}; docs/transformers.md lists the model types that are served.'
+    )
+
+
+def check_class(model: type[PreTrainedModel]) -> None:
+    """Refuse a model whose file never looks its attention up, before anything of it is built."""
+    if not model._can_set_attn_implementation():
+        raise refuse(model, "it computes its attention itself and would go on with softmax")
+
+
+def check_layers(model: PreTrainedModel) -> int:
+    """Refuse a model with a layer that Flow-Attention cannot replace. Returns how many layers it replaces."""
+    if is_flow(model.config) and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        raise refuse(type(model), f"its decoder {ATTENDS_ELSEWHERE}")
+    layers = list(attention_layers(model))
+    for name, layer in layers:
+        kind = type(layer).__name__
+        if is_cross_attention(layer, name):
+            raise refuse(type(model), f"{kind} ({name}) {ATTENDS_ELSEWHERE}")
+        if not looks_up_its_attention(type(layer)):
+            raise refuse(type(model), f"{kind} ({name}) computes its attention itself and would go on with softmax")
+        if hasattr(layer, "prepare_dynamic_mask") or any("Indexer" in type(m).__name__ for m in layer.modules()):
+            raise refuse(type(model), f"{kind} ({name}) chooses keys for every query, which has no linear form")
+    return len(layers)
+
+
+def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and those inside it."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def asks_for_flow(model: PreTrainedModel) -> bool:
+    return any(is_flow(part.config) for part in parts_of(model))
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a whole model that asks for Flow-Attention and has no layer for it, or one that it cannot replace."""
+    if asks_for_flow(model) and not check_layers(model):
+        raise refuse(type(model), "it has no attention layer to replace")
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Have the positions of a model follow its mask."""
+    names = list(inspect.signature(model.forward).parameters)
+    hands_on = any("attention_mask" in inspect.signature(part.forward).parameters for part in parts_of(model)[1:])
+    # some models count by rules of their own that follow the mask, and some leave it to a model inside
+    counts = hasattr(model, "get_rope_index") or (hands_on and "position_ids" not in names)
+    if not hasattr(model, "_flow_arguments"):
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model._flow_arguments = [] if counts else names  # type: ignore[assignment]
+    # RoBERTa and its like count from the position after that of padding
+    like_roberta = (part for part in model.modules() if hasattr(part, "create_position_ids_from_inputs_embeds"))
+    model._flow_padding = next((part.padding_idx for part in like_roberta), None)  # type: ignore[assignment]
+
+
+def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Positions that follow the mask, as `generate` counts them, where the caller passed a mask and no positions.
+
+    Features of queries and keys are not relative: after a rotation they depend on where counting begins, so that a
+    sequence padded on the left would differ from the same sequence alone.
+    """
+    if not is_flow(model.config):
+        return None
+    if kwargs.get("output_attentions"):
+        warn_no_weights()
+    names = model._flow_arguments
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    mask = given.get("attention_mask")
+    if given.get("position_ids") is not None or tokens is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+        return None
+    if model.config.model_type in CONVOLUTIONAL and not mask.all():
+        raise refuse(type(model), "it takes padding for tokens. Pass rows of one length")
+    if "position_ids" not in names or model.config.model_type in RECURRENT:
+        if not mask[:, 0].all():
+            raise refuse(type(model), "it takes padding on the left for tokens. Pad on the right")
+        return None
+    mask = mask.long()
+    count, before = mask.cumsum(-1), model._flow_padding
+    positions = (count - 1).clamp_min(0) if before is None else before + count * mask
+    place = names.index("position_ids")
+    if place < len(args):
+        return (*args[:place], positions, *args[place + 1 :]), kwargs
+    return args, kwargs | {"position_ids": positions}
+
+
+def warn_no_weights() -> None:
+    warnings.warn(
+        "Flow-Attention has no matrix of attention weights: output_attentions=True returns none. "
+        "flowformer.flow_maps shows which tokens give and take.",
+        stacklevel=3,
+    )
+
+
+def extends(owner: type, name: str) -> Callable[[Callable], Callable]:
+    """Replace a method of transformers by a function that takes the method it replaces as its first argument."""
+
+    def replace(function: Callable) -> Callable:
+        original = vars(owner)[name]
+        method = original.__func__ if isinstance(original, classmethod) else original
+
+        @wraps(method)
+        def extended(*args, **kwargs):
+            return function(method, *args, **kwargs)
+
+        setattr(owner, name, classmethod(extended) if isinstance(original, classmethod) else extended)
+        return function
+
+    return replace
+
+
+@extends(PreTrainedModel, "get_correct_attn_implementation")
+def choose(original: Callable, model: PreTrainedModel, *args, **kwargs) -> str:
+    chosen = original(model, *args, **kwargs)
+    if chosen == NAME and model.config.model_type != "flowformer":
+        check_class(type(model))
+    return chosen
+
+
+@extends(PreTrainedModel, "post_init")
+def finish(original: Callable, model: PreTrainedModel) -> None:
+    if asks_for_flow(model):
+        check_layers(model)
+    if is_flow(model.config):
+        prepare(model)
+    original(model)
+
+
+def _is_part() -> bool:
+    """Whether the model at hand is built by the constructor of another, of which it will be a part."""
+    frames = (info.frame for info in inspect.stack(0))
+    return any(f.f_code.co_name == "__init__" and isinstance(f.f_locals.get("self"), PreTrainedModel) for f in frames)
+
+
+@extends(PreTrainedModel, "_from_config")
+@extends(PreTrainedModel, "from_pretrained")
+def build(original: Callable, cls: type[PreTrainedModel], *args, **kwargs) -> Any:
+    try:
+        built = original(cls, *args, **kwargs)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise refuse(cls, "it chooses its attention from a list of its own") from error
+    model = built[0] if isinstance(built, tuple) else built  # with output_loading_info there are two
+    if asks_for_flow(model) and not _is_part():  # a part of another model may have no attention
+        check_model(model)
+    return built
+
+
+@extends(PreTrainedModel, "set_attn_implementation")
+def set_attn_implementation(original: Callable, model: PreTrainedModel, choice: str | dict, *args, **kwargs) -> None:
+    parts = parts_of(model)
+    before = [(part.config, part.config._attn_implementation) for part in parts]
+    try:
+        original(model, choice, *args, **kwargs)
+        choices = choice if isinstance(choice, dict) else {"": choice} | dict.fromkeys(model.config.sub_configs, choice)
+        for key, wanted in choices.items():
+            config = getattr(model.config, key, None) if key else model.config
+            if wanted == NAME and config is not None and config._attn_implementation != NAME:
+                # transformers left it as it was, with no more than a warning
+                raise refuse(type(model), f"{key or 'it'} computes its attention itself and would go on with softmax")
+        check_model(model)
+    except Exception:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        raise
+    for part in parts:
+        if is_flow(part.config):
+            prepare(part)
+
+
+@extends(PreTrainedConfig, "_remove_keys_not_serialized")
+def save_choice(original: Callable, config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """Keep Flow-Attention in config.json, from where transformers reads it; it forgets the attn_implementation."""
+    choice = _choice(fields)
+    if choice is not None:
+        fields["attn_implementation"] = choice
+    original(config, fields)
+
+
+def _choice(fields: dict[str, Any]) -> str | dict | None:
+    """What a config saves as its attn_implementation: nothing unless it, or one inside it, is Flow-Attention."""
+    own = fields.get("attn_implementation")  # of an earlier pass over the same fields
+    if "_attn_implementation_internal" in fields:
+        own = NAME if fields["_attn_implementation_internal"] == NAME else None
+    parts = {key: _choice(part) for key, part in fields.items() if isinstance(part, dict) and "model_type" in part}
+    if isinstance(own, dict) or all(part == own for part in parts.values()):
+        return own
+    return {"": own, **parts} if any([own, *parts.values()]) else None
+
+
+@extends(ContinuousMixin, "init_continuous_batching")
+def refuse_continuous_batching(original: Callable, model: Any, *args, **kwargs) -> Any:
+    if is_flow(model.config) or NAME in (getattr(model.config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            "continuous batching keeps pages of keys and values, full or of a window, and has no place for the sums "
+            "of Flow-Attention. Use generate with prompts padded on the left."
+        )
+    return original(model, *args, **kwargs)

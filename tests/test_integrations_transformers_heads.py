@@ -1,0 +1,157 @@
+"""transformers: the heads on text, and what Trainer, PEFT and a misspelt option meet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_integrations_transformers import SIZES, STYLES, language_model
+from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from flowformer.integrations.transformers import (
+    FlowformerConfig,
+    FlowformerForMaskedLM,
+    FlowformerForQuestionAnswering,
+    FlowformerForTokenClassification,
+)
+
+PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
+
+
+@pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])
+def test_heads_of_a_padded_batch_give_what_each_row_gives_alone(mask):
+    config = FlowformerConfig(**SIZES | STYLES["paper"], is_causal=False, num_labels=4)
+    for auto, name in (
+        (AutoModelForMaskedLM, "logits"),
+        (AutoModelForTokenClassification, "logits"),
+        (AutoModelForQuestionAnswering, "start_logits"),
+        (AutoModelForQuestionAnswering, "end_logits"),
+    ):
+        model = randomized(auto.from_config(config))
+        together = model(PROMPTS, attention_mask=mask)[name][mask.bool()]
+        alone = [model(row[keep][None])[name][0] for row, keep in zip(PROMPTS, mask.bool(), strict=True)]
+        assert_close(together, torch.cat(alone))
+
+
+def test_losses_of_the_heads():
+    config = FlowformerConfig(**SIZES | STYLES["paper"], is_causal=False, num_labels=4)
+    labels = PROMPTS.masked_fill(LEFT == 0, -100)
+    masked = randomized(FlowformerForMaskedLM(config)).float()(PROMPTS, labels=labels)
+    torch.testing.assert_close(masked.loss, F.cross_entropy(masked.logits.flatten(0, 1), labels.flatten()))
+    labels = labels.clamp_max(3)
+    tagged = randomized(FlowformerForTokenClassification(config)).float()(PROMPTS, labels=labels)
+    torch.testing.assert_close(tagged.loss, F.cross_entropy(tagged.logits.flatten(0, 1), labels.flatten()))
+    first, last = torch.tensor([0, 3, 6]), torch.tensor([1, 5, 6])
+    answer = randomized(FlowformerForQuestionAnswering(config))(PROMPTS, start_positions=first, end_positions=last)
+    ends = [F.cross_entropy(*pair) for pair in ((answer.start_logits, first), (answer.end_logits, last))]
+    torch.testing.assert_close(answer.loss, sum(ends) / 2)
+    with pytest.raises(ValueError, match="needs is_causal=False"):
+        FlowformerForMaskedLM(FlowformerConfig(**SIZES))
+
+
+def test_heads_share_their_weights_and_embeddings(tmp_path):
+    config = FlowformerConfig(**SIZES | STYLES["paper"], is_causal=False)
+    model = FlowformerForMaskedLM(config)
+    assert model.lm_head.weight is model.model.lm.embedding.weight
+    model.save_pretrained(tmp_path)
+    for auto in (AutoModelForTokenClassification, AutoModelForQuestionAnswering):
+        head = auto.from_pretrained(tmp_path)
+        assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
+        head.resize_token_embeddings(30)
+        assert head(torch.tensor([[29]]))[0].isfinite().all()
+        assert all(not p.any() for n, p in head.named_parameters() if n.endswith(("score.bias", "qa_outputs.bias")))
+
+
+def test_label_smoothing_scores_the_next_token(tmp_path):
+    """Trainer shifts the labels of a model whose name it knows as a language model."""
+    model = language_model().float()
+    data = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in PROMPTS]
+    losses = {}
+    for smoothing in (0.0, 1e-6):
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=smoothing, per_device_eval_batch_size=3
+        )
+        trainer = Trainer(model, arguments)
+        batch = {name: torch.tensor([row[name] for row in data]) for name in data[0]}
+        losses[smoothing] = trainer.compute_loss(model, batch).item()
+    assert losses[1e-6] == pytest.approx(losses[0.0], rel=1e-4)
+
+
+def test_names_are_known_to_the_library():
+    from transformers.models.auto import modeling_auto
+
+    for task in ("", "FOR_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_QUESTION_ANSWERING_", "FOR_TOKEN_CLASSIFICATION_"):
+        name = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")["flowformer"]
+        assert getattr(modeling_auto, f"MODEL_{task}MAPPING")[FlowformerConfig].__name__ == name
+    assert len(list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.keys())) > 100  # it can still be listed
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hiden_size", "n_head"])
+def test_a_misspelt_option_is_refused(name):
+    with pytest.raises(TypeError, match=f"unexpected option '{name}'"):
+        FlowformerConfig(**{name: 4})
+    with pytest.raises(TypeError, match="did you mean 'hidden_size'"):
+        FlowformerConfig(hiden_size=4)
+
+
+def test_options_of_the_library_are_taken(tmp_path):
+    labels = {0: "a", 1: "b", 2: "c"}
+    config = FlowformerConfig(
+        **SIZES, id2label=labels, dtype="float32", output_hidden_states=True, temperature=0.5, problem_type="regression"
+    )
+    config.architectures = ["FlowformerForCausalLM"]
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.id2label == labels
+    assert loaded.output_hidden_states
+
+
+def test_generation_after_dynamic_quantisation():
+    quantization = pytest.importorskip("torch.ao.quantization")
+    quantized = quantization.quantize_dynamic(language_model().float(), {nn.Linear}, dtype=torch.qint8)
+    tokens = quantized.generate(PROMPTS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, quantized.generate(PROMPTS, max_new_tokens=4, do_sample=False, use_cache=False))
+
+
+def test_continuous_batching_says_why_not():
+    with pytest.raises(NotImplementedError, match="no place for the sums of Flow-Attention"):
+        language_model().generate_batch([[3, 1, 4]], max_new_tokens=2)
+
+
+def test_output_attentions_is_answered():
+    with pytest.warns(UserWarning, match="no matrix of attention weights"):
+        assert language_model()(PROMPTS, output_attentions=True).attentions is None
+
+
+def test_a_fresh_process_loads_it_after_the_import(tmp_path):
+    """transformers has no entry point for model types: without the import it does not know this one."""
+    language_model().save_pretrained(tmp_path)
+    load = f"from transformers import AutoModelForCausalLM as M; print(type(M.from_pretrained({str(tmp_path)!r})))"
+    imported = subprocess.run(
+        [sys.executable, "-c", f"import flowformer.integrations.transformers; {load}"], capture_output=True, text=True
+    )
+    assert "FlowformerForCausalLM" in imported.stdout
+    bare = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert "model type `flowformer`" in bare.stderr
+    assert "import flowformer.integrations.transformers" in PAGE.read_text()
+
+
+def test_peft_knows_the_layers_to_adapt():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(language_model().float(), peft.LoraConfig())
+    adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith("lora_A")}
+    assert adapted == {"q_proj", "v_proj"}
+    assert model(PROMPTS, labels=PROMPTS).loss.isfinite()
