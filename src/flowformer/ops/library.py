@@ -308,7 +308,7 @@ def causal(query, key, value, mask, state: State | None, scale: float, variant: 
 
 def packed(query, key, value, lengths: varlen.Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
     if variant.competitors == "heads" and not torch.compiler.is_exporting():
-        varlen.starts_and_lengths(query, key, lengths, is_causal)
+        varlen.starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     if torch.compiler.is_exporting() or variant.competitors == "heads":
         with torch.autocast(query.device.type, enabled=False):
             return varlen.graph(query, key, value, lengths, is_causal, scale, variant)

@@ -27,7 +27,7 @@ def refusals(query: Tensor, value: Tensor, variant: FlowVariant) -> list[str]:
     if not all(1 <= dim <= largest for dim in dims):
         reasons.append(f"head dimensions {dims[0]} and {dims[1]} (the kernels take 1 to {largest} on this device)")
     if variant.competitors == "heads" or variant.feature_map == "relu+eps":
-        reasons.append('competitors="heads" and feature_map="relu+eps", which only the released LRA code has')
+        reasons.append('the kernels have no competitors="heads" and no feature_map="relu+eps"')
     if variant.allocation == "softmax":
         reasons.append(
             'allocation="softmax" (its normaliser over the sinks would take one more pass, forward and backward; the '
