@@ -315,7 +315,8 @@ class TestCommand:
         assert np.isfinite(result["final"]["score"])
         assert (result["final"]["environment"], result["final"]["episodes"]) == ("Hopper-v4", 3)
         table = self.flowformer("results", folder / "run")
-        assert f"| d4rl/hopper-medium | {name} | 0 | score | options.steps=2 options.batch_size=8 |" in table
+        assert f"| d4rl/hopper-medium | {name} | 0 | score | " in table
+        assert "options.steps=2 options.batch_size=8" in table
         assert "paper" not in table.split("## Runs")[0], "it is not what the paper describes"
 
     def test_decision_transformer_is_the_recipe(self, folder):

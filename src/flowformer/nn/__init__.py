@@ -1,12 +1,50 @@
-"""Flow-Attention as modules."""
+"""Flow-Attention as modules; each is imported when it is first asked for."""
 
-from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
-from .matrix import Degeneracy, MatrixMaps, matrix_maps, record_matrices
-from .multihead import FlowMultiheadAttention
-from .positions import FairseqPositions, LearnedPositions, RotaryPositions, SinusoidalPositions, token_positions
-from .swap import replace_attention
-from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
+    from .matrix import Degeneracy, MatrixMaps, matrix_maps, record_matrices
+    from .multihead import FlowMultiheadAttention
+    from .positions import FairseqPositions, LearnedPositions, RotaryPositions, SinusoidalPositions, token_positions
+    from .swap import replace_attention
+    from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
+
+_HOMES = {
+    "attention": (
+        "FlowAttention",
+        "RivalAttention",
+        "build_attention",
+        "is_flow",
+        "record_maps",
+        "sinks_apart",
+    ),
+    "matrix": (
+        "Degeneracy",
+        "MatrixMaps",
+        "matrix_maps",
+        "record_matrices",
+    ),
+    "multihead": ("FlowMultiheadAttention",),
+    "positions": (
+        "FairseqPositions",
+        "LearnedPositions",
+        "RotaryPositions",
+        "SinusoidalPositions",
+        "token_positions",
+    ),
+    "swap": ("replace_attention",),
+    "transformer": (
+        "FeedForward",
+        "FlowDecoder",
+        "FlowDecoderLayer",
+        "FlowEncoder",
+        "FlowEncoderLayer",
+    ),
+}
 __all__ = [
     "Degeneracy",
     "FairseqPositions",
@@ -31,3 +69,15 @@ __all__ = [
     "sinks_apart",
     "token_positions",
 ]
+
+
+def __getattr__(name: str):
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(f".{home}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

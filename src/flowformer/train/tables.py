@@ -268,6 +268,15 @@ DEIT = Table(
     compared="best",
     figures=("top5", "parameters", "flops"),
 )
+VIT = Table(
+    "imagenet-vit",
+    "ImageNet-1K with ViT, top-1 accuracy in %",
+    (Column("ViT-B", "imagenet/vit-b", 20_000), Column("ViT-L", "imagenet/vit-l", 60_000)),
+    (Method("ViT", "softmax"),),
+    seeds=1,
+    compared="best",
+    figures=("parameters", "flops"),
+)
 CIFAR10 = Table(
     "cifar10",
     "CIFAR-10 with a small four-stage model, accuracy in %",
@@ -371,7 +380,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "uea": (UEA,),
     "lra": (LRA,),
     "language": (WIKITEXT, LANGUAGE_STAND_INS),
-    "vision": (IMAGENET, DEIT, CIFAR10),
+    "vision": (IMAGENET, DEIT, VIT, CIFAR10),
     "rl": (D4RL, RL_STAND_INS),
     "ablations": (FEATURES, ACTIVATIONS, REMOVALS),
     "speed": (),
@@ -384,7 +393,7 @@ def select(name: str) -> list[Table]:
     """The tables of a name; "all" is every one.
 
     >>> [table.name for table in select("vision")]
-    ['imagenet', 'imagenet-deit', 'cifar10']
+    ['imagenet', 'imagenet-deit', 'imagenet-vit', 'cifar10']
     """
     accepted = [*TABLES, ALL]
     if name not in accepted:
