@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import library, reference, varlen
-from .kernels import hardware
 from .variant import FlowVariant, nearest
 
 # found, not imported, which would take longer than the rest of the package
@@ -77,6 +76,8 @@ def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool,
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
+    from .kernels import hardware
+
     return hardware.refusals(query, value, variant)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import backends, checks, reference
 from .features import without_autocast
-from .nested import Sequences, check_same_lengths
 from .reference import FlowMaps
 from .state import FlowState
 from .variant import FlowVariant
@@ -79,6 +78,9 @@ def flow_attention(
 
 
 def _nested_attention(query, key, value, masks, is_causal: bool, **options) -> Tensor:
+    # here, since few callers pay for it
+    from .nested import Sequences, check_same_lengths
+
     if any(mask is not None for mask in masks):
         raise ValueError("a nested tensor has no padding to mask; leave out query_mask and key_mask.")
     sinks, sources, values = (Sequences.of(x, "(batch, heads, j, head_dim)", 2) for x in (query, key, value))
