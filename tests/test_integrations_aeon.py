@@ -334,7 +334,8 @@ class TestScikitLearn:
 
     def test_numbers_of_numpy_are_whole_numbers_too(self):
         X, y, _ = waves(4)
-        FlowformerClassifier(**{**SMALL, "n_epochs": np.int64(1), "embed_dim": np.int32(16)}).fit(X, y)
+        model = FlowformerClassifier(**{**SMALL, "n_epochs": np.int64(1), "embed_dim": np.int32(16)}).fit(X, y)
+        assert len(model.predict(X)) == len(y)
 
     def test_training_that_breaks_raises(self):
         X, y, _ = waves(8)

@@ -97,7 +97,7 @@ def test_who_lost_the_claim_writes_nothing_more(tmp_path, monkeypatch):
 def test_a_claim_that_a_full_disk_cut_short(tmp_path, content):
     (tmp_path / claims.CLAIM).write_text(content)
     with claims.claimed(tmp_path):
-        pass
+        assert (tmp_path / claims.CLAIM).read_text() != content
 
 
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path):
