@@ -19,7 +19,7 @@ from flowformer import (
 )
 from flowformer.models import ClassifierConfig, FlowformerClassifier
 from flowformer.nn import FlowAttention
-from flowformer.ops import backends
+from flowformer.ops.kernels import op
 from flowformer.ops.variant import PRESETS
 from flowformer.train import recipes
 
@@ -183,7 +183,7 @@ class TestRefusals:
     @pytest.mark.parametrize("variant", [FlowVariant(competitors="heads"), FlowVariant(feature_map="relu+eps"), LRA])
     def test_the_kernels_refuse(self, variant, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(backends, "HAS_TRITON", True)
+        monkeypatch.setattr(op, "HAS_TRITON", True)
         with pytest.raises(NotImplementedError, match="the kernels have no competitors"):
             flow_attention(self.x, self.x, self.x, variant=variant, backend="triton")
         assert "triton: no, the kernels have no competitors" in explain(self.x, self.x, self.x, variant=variant)

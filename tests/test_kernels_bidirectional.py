@@ -14,10 +14,11 @@ if not torch.cuda.is_available():
 from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
-from flowformer.ops import library, varlen
+from flowformer.ops import varlen
 from flowformer.ops.kernels import bidirectional as kernels
 from flowformer.ops.kernels import configs
 from flowformer.ops.kernels.bidirectional import segment_count
+from flowformer.ops.torch import op as torch_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -73,7 +74,7 @@ def assert_as_exact(given, query_mask=None, key_mask=None, scale=1.0, variant=DE
     """The error is at most 2× (3× for gradients) that of plain PyTorch at the same dtype."""
 
     def plain(q, k, v):
-        return library.bidirectional(q, k, v, query_mask, key_mask, scale, variant)
+        return torch_op.bidirectional(q, k, v, query_mask, key_mask, scale, variant)
 
     def exact(q, k, v):
         return oracle(q, k, v, query_mask=query_mask, key_mask=key_mask, scale=scale, variant=variant)
@@ -223,7 +224,7 @@ def test_packed_is_the_loop():
 
     given = query, key, value
     ours = with_gradients(lambda *x: kernels.packed(*x, lengths, 1.0, DEFAULT), given)
-    torchs = with_gradients(lambda *x: library.packed(*x, lengths, False, 1.0, DEFAULT), given)
+    torchs = with_gradients(lambda *x: torch_op.packed(*x, lengths, False, 1.0, DEFAULT), given)
     truth = with_gradients(loop, [x.double() for x in given])
     assert torch.equal(ours[0][110:], torch.zeros_like(ours[0][110:]))
     assert torch.equal(ours[0][40:41], torch.zeros_like(ours[0][40:41]))
@@ -391,7 +392,7 @@ def test_a_million_tokens():
     del result, grads
     one = [x[:, :1].detach().double() for x in leaves]
     del leaves, query, key, value
-    truth = with_gradients(lambda *x: library.bidirectional(*x, None, None, 1.0, DEFAULT), one)[0]
+    truth = with_gradients(lambda *x: torch_op.bidirectional(*x, None, None, 1.0, DEFAULT), one)[0]
     assert relative_error(sums[0], truth[:, :, -1000:]) < 4e-3
     assert all(x.isfinite().all() for x in sums)
 

@@ -13,11 +13,12 @@ pytest.importorskip("triton")
 from helpers import CAUSAL_KERNEL_VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
-from flowformer.ops import library, reference
+from flowformer.ops import reference
 from flowformer.ops.kernels import causal as kernels
 from flowformer.ops.kernels import causal_plan
 from flowformer.ops.kernels.launch import dense
 from flowformer.ops.state import FlowState
+from flowformer.ops.torch import op as torch_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -87,7 +88,7 @@ def assert_as_exact_as_torch(results, torch_results, truths):
 
 def check(inputs, mask=None, variant=DEFAULT, scale=1.0):
     results = with_gradients(run(mask, variant, scale), inputs)
-    others = with_gradients(run(mask, variant, scale, library.causal), inputs)
+    others = with_gradients(run(mask, variant, scale, torch_op.recurrent), inputs)
     truths = with_gradients(
         lambda q, k, v: oracle(q, k, v, is_causal=True, key_mask=mask, scale=scale, variant=variant),
         [x.double() for x in inputs],
@@ -232,7 +233,7 @@ def test_more_segments_than_are_added_up_at_once(monkeypatch):
 
 def check_cut(cut, inputs):
     results = with_gradients(cut_in_two(cut, kernels.recurrent), inputs)
-    others = with_gradients(cut_in_two(cut, library.causal), inputs)
+    others = with_gradients(cut_in_two(cut, torch_op.recurrent), inputs)
     truths = with_gradients(cut_in_two(cut, reference_causal), [x.double() for x in inputs])
     assert_as_exact_as_torch(results, others, truths)
 
@@ -240,7 +241,7 @@ def check_cut(cut, inputs):
 def test_gradient_of_the_state_alone(monkeypatch):
     segments(monkeypatch, 2, 2)
     query, key, value = inputs_of(batch=1, heads=2, sinks=20)
-    _, start = library.causal(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, DEFAULT)
+    _, start = torch_op.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, DEFAULT)
 
     def ends(causal, dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in start]
@@ -288,8 +289,8 @@ def test_packed_sequences_are_the_loop_over_them(monkeypatch):
     results = with_gradients(packed, inputs)
     assert_as_exact_as_torch(
         results,
-        with_gradients(loop(library.causal), inputs),
-        with_gradients(loop(library.causal), [x.double() for x in inputs]),
+        with_gradients(loop(torch_op.recurrent), inputs),
+        with_gradients(loop(torch_op.recurrent), [x.double() for x in inputs]),
     )
     assert all(not x[33:].any() for x in results)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowformer import FlowVariant
-from flowformer.ops.kernels import hardware
+from flowformer.ops.kernels import hardware, op
 
 DEFAULT = FlowVariant()
 
@@ -26,23 +26,27 @@ def on_gpu(monkeypatch, capability, dim=8):
 
 
 @pytest.fixture(autouse=True)
-def forget():
+def interpreter(monkeypatch):
+    """Tensors on a CPU are interpreted, also on a machine with a GPU or without Triton."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(op, "HAS_TRITON", True)
     yield
     hardware.is_hopper.cache_clear()
 
 
 def test_what_is_covered_is_not_refused():
-    for dtype in hardware.DTYPES:
-        assert hardware.refusals(tokens(dtype=dtype), tokens(dtype=dtype), DEFAULT) == []
+    for dtype in op.DTYPES:
+        assert op.refusals(tokens(dtype=dtype), tokens(dtype=dtype), tokens(dtype=dtype), False, DEFAULT) == []
     for competition in ("softmax", "sigmoid", "none"):
-        assert hardware.refusals(tokens(), tokens(), FlowVariant(competition=competition)) == []
+        assert op.refusals(tokens(), tokens(), tokens(), False, FlowVariant(competition=competition)) == []
 
 
 def test_refusals_name_what_is_not_covered():
-    assert "float64" in hardware.refusals(tokens(dtype=torch.float64), tokens(), DEFAULT)[0]
-    assert "softmax" in hardware.refusals(tokens(), tokens(), FlowVariant(allocation="softmax"))[0]
-    assert "8 and 257" in hardware.refusals(tokens(), tokens(257), DEFAULT)[0]
-    assert "257 and 8" in hardware.refusals(tokens(257), tokens(), DEFAULT)[0]
+    double = tokens(dtype=torch.float64)
+    assert "float64" in op.refusals(double, double, double, False, DEFAULT)[0]
+    assert "softmax" in op.refusals(tokens(), tokens(), tokens(), False, FlowVariant(allocation="softmax"))[0]
+    assert "8 and 257" in op.refusals(tokens(), tokens(), tokens(257), False, DEFAULT)[0]
+    assert "257 and 8" in op.refusals(tokens(257), tokens(257), tokens(), False, DEFAULT)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,5 +61,12 @@ def test_refusals_name_what_is_not_covered():
 )
 def test_gpus(monkeypatch, capability, dim, word):
     x = on_gpu(monkeypatch, capability, dim)
-    reasons = hardware.refusals(x, x, DEFAULT)
+    reasons = op.refusals(x, x, x, False, DEFAULT)
     assert [word in reason for reason in reasons] == ([] if word is None else [True])
+
+
+def test_what_is_missing_is_said_first(monkeypatch):
+    monkeypatch.setattr(op, "HAS_TRITON", False)
+    assert op.refusals(tokens(), tokens(), tokens(), False, DEFAULT) == ["triton is not installed"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert op.refusals(tokens(), tokens(), tokens(), False, DEFAULT) == ["tensors on cpu (the kernels need a GPU)"]

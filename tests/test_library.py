@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from flowformer import FlowState, FlowVariant, flow_attention, flow_attention_recurrent, flow_attention_varlen
-from flowformer.ops import library
+from flowformer.ops.state import empty_state
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 SOME_VARIANTS = {"default": FlowVariant(), "clamp, softmax": FlowVariant(clamp=0.9, allocation="softmax")}
@@ -35,7 +35,7 @@ def operator_arguments(name, variant, masked=False, shared=1, turned=False, leng
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     mask = prefix_mask(length, length, length // 2) if masked else None
     options = 0.7, *variant.as_args()
-    state = library.empty_state(query, value)
+    state = empty_state(query, value)
     bounds = torch.tensor([0, 2, length])
     lengths = bounds, bounds, length, length, False
     packed = tuple(x[0].transpose(0, 1) for x in (query, key, value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.features import sum_dtype
+from ..ops.common import sum_dtype
 from .registry import Mechanism, register
 
 CHUNK = 64

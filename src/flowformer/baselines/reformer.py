@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.features import sum_dtype
+from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, count_blocks, join, neighbours, split
 from .directions import RandomDirections
 from .registry import register

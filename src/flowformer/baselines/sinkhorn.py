@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.features import sum_dtype
+from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, count_blocks, join, softmax_blocks, split
 from .registry import register
 from .tokens import check_length, required_length

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.features import sum_dtype
+from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, join, neighbours, offsets, split
 from .registry import register
 from .tokens import masked_softmax

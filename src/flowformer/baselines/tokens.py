@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.features import valid_values
+from ..ops.common import valid_values
 
 
 def required_length(name: str, max_length: int | None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..ops import library  # noqa: F401, registers the operators
+from ..ops.torch import op  # noqa: F401, registers the operators
 
 # what linear maps and convolutions come down to; products between tokens have a batch of matrices on either side
 _LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
-from ..ops.interface import both
+from ..ops.interface import joint_mask
 from ..ops.reference import repeat_heads
 from ..ops.variant import nearest
 from .positions import RotaryPositions, token_positions
@@ -116,7 +116,7 @@ class ProjectedAttention(nn.Module):
         value = key if value is None else value
         check_tokens(query, key, value, (self.embed_dim, self.kdim, self.vdim))
         if is_self_attention:
-            query_mask = key_mask = both(query_mask, key_mask)
+            query_mask = key_mask = joint_mask(query_mask, key_mask)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
         q = self._heads(self.q_proj, query, v, self.num_heads)
         k = self._heads(self.k_proj, key, v, self.num_kv_heads)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import FlowVariant, checks, flow_attention, flow_attention_varlen, reference
-from ..ops.features import without_autocast
+from ..ops.common import without_autocast
 from ..ops.nested import Sequences, check_same_lengths
 from .attention import check_tokens, sinks_apart, split_heads
 from .masks import is_causal_mask, kept_tokens

@@ -1,45 +1,49 @@
-"""The implementations of Flow-Attention, what each refuses, and which one runs."""
+"""The backends of Flow-Attention, in order of preference, and which of them runs a call."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
-from dataclasses import asdict
+from types import ModuleType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from . import library, reference, varlen
+from . import reference_backend
+from .kernels import op as triton_op
+from .torch import op as torch_op
 from .variant import FlowVariant, nearest
-
-# found, not imported, which would take longer than the rest of the package
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Backend(NamedTuple):
-    """One implementation: what it is, why it would refuse, and whether it runs only when asked for by name."""
+    """One implementation of Flow-Attention.
+
+    A call of `refusals` returns the reasons why the backend cannot compute it, if any. `by_name` says whether it
+    computes calls with such a query only if asked for by name. The other functions are those of `interface.py`, after
+    its checks.
+    """
 
     name: str
-    note: str
+    note: str  # what it is, for `explain`
     refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
+    by_name: Callable[[Tensor], bool]
     bidirectional: Callable[..., Tensor]
     causal: Callable[..., Tensor]
     recurrent: Callable[..., tuple]
     packed: Callable[..., Tensor]
-    by_name: bool = False
+
+    @classmethod
+    def of(cls, name: str, note: str, module: ModuleType) -> Backend:
+        """The backend whose functions are those of the module."""
+        return cls(name, note, *(getattr(module, function) for function in cls._fields[2:]))
 
 
 def choose(
     name: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
 ) -> Backend:
-    """The backend of that name, or the first that can run where there is no name."""
+    """The backend of that name; without a name, the first that can compute this call."""
     if name is None:
-        # Triton's interpreter would run the kernels on a CPU, but only to test them
-        if query.device.type == "cuda" and not _triton_refusals(query, key, value, is_causal, variant):
-            return BACKENDS["triton"]
-        return BACKENDS["torch"]
+        call = query, key, value, is_causal, variant
+        return next(b for b in BACKENDS.values() if not b.by_name(query) and not b.refusals(*call))
     if name not in BACKENDS:
         accepted = ", ".join(map(repr, BACKENDS))
         raise ValueError(
@@ -61,122 +65,16 @@ def verdicts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         if reasons:
             lines.append(f"{backend.name}: no, {'; '.join(reasons)}")
         else:
-            lines.append(f"{backend.name}: {'only by name' if backend.by_name else 'yes'}, {backend.note}")
+            lines.append(f"{backend.name}: {'only by name' if backend.by_name(query) else 'yes'}, {backend.note}")
     return lines
 
 
-def _none(*_) -> list[str]:
-    return []
-
-
-def _triton_refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
-    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return [f"tensors on {query.device} (the kernels need a GPU)"]
-    if not HAS_TRITON:
-        return ["triton is not installed"]
-    if torch.compiler.is_exporting():
-        return ["an exported graph cannot hold the kernels"]
-    from .kernels import hardware
-
-    return hardware.refusals(query, value, variant)
-
-
-def _kernels(is_causal: bool):
-    # here, since Triton takes longer to import than the rest of the package
-    if is_causal:
-        from .kernels import causal
-
-        return causal
-    from .kernels import bidirectional
-
-    return bidirectional
-
-
-def _triton_bidirectional(*args) -> Tensor:
-    return _kernels(is_causal=False).bidirectional(*args)
-
-
-def _triton_causal(*args) -> Tensor:
-    return _kernels(is_causal=True).causal(*args)
-
-
-def _triton_recurrent(*args) -> tuple:
-    return _kernels(is_causal=True).recurrent(*args)
-
-
-def _triton_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
-    return _kernels(is_causal).packed(query, key, value, lengths, scale, variant)
-
-
-def _reference_bidirectional(query, key, value, query_mask, key_mask, scale, variant) -> Tensor:
-    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
-    with torch.autocast(query.device.type, enabled=False):
-        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
-
-
-def _torch_causal(query, key, value, mask, scale, variant) -> Tensor:
-    return library.causal(query, key, value, mask, None, scale, variant)[0]
-
-
-def _reference_causal(query, key, value, mask, scale, variant) -> Tensor:
-    return _reference_recurrent(query, key, value, mask, None, scale, variant)[0]
-
-
-def _reference_recurrent(query, key, value, mask, state, scale, variant) -> tuple:
-    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
-    with torch.autocast(query.device.type, enabled=False):
-        return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
-
-
-def _reference_packed(query, key, value, lengths, is_causal, scale, variant) -> Tensor:
-    sinks, sources = varlen.starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
-    parts, stop = [], 0
-    for (start_q, length_q), (start_k, length_k) in zip(
-        zip(*sinks, strict=True), zip(*sources, strict=True), strict=True
-    ):
-        q = query[start_q : start_q + length_q].transpose(0, 1)[None]
-        k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
-        if is_causal:
-            out = _reference_causal(q, k, v, None, scale, variant)
-        else:
-            out = _reference_bidirectional(q, k, v, None, None, scale, variant)
-        parts.append(out[0].transpose(0, 1))
-        stop = start_q + length_q
-    rest = query.new_zeros(query.shape[0] - stop, query.shape[1], value.shape[-1])
-    return torch.cat([*parts, rest])
-
-
-# in the order of preference
+# in order of preference
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend(
-            "triton",
-            "fused kernels",
-            _triton_refusals,
-            _triton_bidirectional,
-            _triton_causal,
-            _triton_recurrent,
-            _triton_packed,
-        ),
-        Backend(
-            "torch",
-            "memory-linear, runs everywhere",
-            _none,
-            library.bidirectional,
-            _torch_causal,
-            library.causal,
-            library.packed,
-        ),
-        Backend(
-            "reference",
-            "keeps matrices of N × M numbers",
-            _none,
-            _reference_bidirectional,
-            _reference_causal,
-            _reference_recurrent,
-            _reference_packed,
-            by_name=True,
-        ),
+        Backend.of("triton", "fused kernels", triton_op),
+        Backend.of("torch", "memory-linear, runs everywhere", torch_op),
+        Backend.of("reference", "keeps matrices of N × M numbers", reference_backend),
     )
 }

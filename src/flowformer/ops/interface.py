@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
-from .features import without_autocast
+from .common import without_autocast
 from .reference import FlowMaps
 from .state import FlowState
 from .variant import FlowVariant
@@ -73,7 +73,7 @@ def flow_attention(
     chosen = _choose(backend, query, key, value, is_causal, variant)
     if not is_causal:
         return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
-    mask = both(query_mask, key_mask)
+    mask = joint_mask(query_mask, key_mask)
     return chosen.causal(query, key, value, mask, scale, variant)
 
 
@@ -218,7 +218,7 @@ def flow_maps(
         if not is_causal:
             return reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
         checks.causal_lengths(query, key)
-        return reference.causal_maps(query, key, both(query_mask, key_mask), None, scale, **options)
+        return reference.causal_maps(query, key, joint_mask(query_mask, key_mask), None, scale, **options)
 
 
 def explain(
@@ -263,7 +263,7 @@ def _choose(backend: str | None, query: Tensor, *rest) -> backends.Backend:
     return backends.choose(backend, query, *rest)
 
 
-def both(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+def joint_mask(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
     """The mask of tokens that are sink and source at once."""
     if query_mask is None or key_mask is None:
         return key_mask if query_mask is None else query_mask

@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions, token_positions
 from ...ops import FlowState
-from ...ops.varlen import Rows
+from ...ops.varlen import PaddedSequences
 from .attention import bounds
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
@@ -183,12 +183,12 @@ class FlowformerModel(FlowformerPreTrainedModel):
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
         """`_run` on packed sequences, each a row of its own on the way."""
-        rows = Rows.all(cu_seqlens, int(cu_seqlens.diff().max()))
-        padded, hidden_states = self._run(x.flatten(0, 1)[rows.places], rows.mask, None, None, output_hidden_states)
+        rows = PaddedSequences.all(cu_seqlens, int(cu_seqlens.diff().max()))
+        padded, hidden_states = self._run(x.flatten(0, 1)[rows.tokens], rows.mask, None, None, output_hidden_states)
 
         def pack(result: Tensor) -> Tensor:  # (R, L, W) → (B, N, W)
             flat = result.new_zeros(x.shape).flatten(0, 1)
-            return flat.index_put((rows.places[rows.mask],), result[rows.mask]).view(x.shape)
+            return flat.index_put((rows.tokens[rows.mask],), result[rows.mask]).view(x.shape)
 
         return pack(padded), [pack(each) for each in hidden_states]
 

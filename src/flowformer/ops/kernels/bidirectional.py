@@ -29,8 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .. import library
-from ..torch_backend import empty_result
+from ..common import VARIANT, differentiate, distinct, empty_result, register
 from ..variant import FlowVariant
 from ..varlen import Lengths, check_bounds
 from . import bidirectional_backward, bidirectional_forward, configs
@@ -73,7 +72,7 @@ def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVaria
 
 def _apply(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, scale, variant) -> Tensor:
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    tensors = library.distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds)
+    tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds)
     inputs = *tensors, longest, keep, scale, *variant.as_args()
     return _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
 
@@ -90,7 +89,7 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         backward = torch.ops.flowformer.triton_bidirectional_backward
-        grads = library.differentiate(backward, grad, *ctx.saved_tensors, ctx.longest, *ctx.options)
+        grads = differentiate(backward, grad, *ctx.saved_tensors, ctx.longest, *ctx.options)
         return *grads, *(None for _ in range(6 + len(ctx.options)))
 
 
@@ -152,13 +151,13 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_mask, Tensor? key_mask, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k"
 )
-library.register(
-    f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {library.VARIANT}) -> (Tensor, Tensor)",
+register(
+    f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {VARIANT}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-library.register(
-    f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {library.VARIANT})"
+register(
+    f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {VARIANT})"
     " -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,

@@ -12,9 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import library, torch_backend
+from ..common import VARIANT, State, differentiate, distinct, empty_result, register
 from ..state import empty_state
-from ..torch_causal import State
 from ..variant import FlowVariant
 from ..varlen import check_bounds
 from .causal_plan import config, kept_sizes, plan_of, segment_count, state_sizes
@@ -41,13 +40,13 @@ def recurrent(query, key, value, mask, state: State | None, scale: float, varian
 
 def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
-    tensors = library.distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)), None, *lengths[:2])
+    tensors = distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)), None, *lengths[:2])
     result, *_ = _apply(*tensors, max(lengths[2:]), None, None, None, scale, *variant.as_args())
     return result[0].transpose(0, 1)
 
 
 def _call(query, key, value, mask, state, scale, variant):
-    tensors = library.distinct(query, key, value, mask, *((None, None, None) if state is None else state))
+    tensors = distinct(query, key, value, mask, *((None, None, None) if state is None else state))
     return _apply(*tensors[:4], None, None, query.shape[2], *tensors[4:], scale, *variant.as_args())
 
 
@@ -81,7 +80,7 @@ class _Causal(torch.autograd.Function):
             grad = torch.zeros_like(result)
         operator = torch.ops.flowformer.triton_causal_backward
         inputs = query, key, value, mask, bounds, ctx.longest, scalars
-        *grads, start = library.differentiate(operator, grad, grad_end, *inputs, result, kept, *ctx.options)
+        *grads, start = differentiate(operator, grad, grad_end, *inputs, result, kept, *ctx.options)
         state = _state(start, query, query.shape[0], value.shape[3]) if ctx.has_state else (None, None, None)
         return *grads, None, None, None, None, *state, *(None for _ in ctx.options)
 
@@ -109,7 +108,7 @@ def forward(
             part.copy_(old)
         return result, end, kept
     plan = plan_of((query, key, value, mask, bounds, sums, memory, scalars), longest, keep, scale, variant)
-    result = torch_backend.empty_result(query, value.shape[3])
+    result = empty_result(query, value.shape[3])
     if bounds is not None:
         result.zero_()
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
@@ -155,7 +154,7 @@ def backward(
     outs = grad_query, grad_key, grad_value, start, scratch
     plan.launches((*tensors[:3], _positions(mask), *tensors[4:], *outs), plan.backward)
     if shared > 1:
-        grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2) for x in (grad_key, grad_value))
+        grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2, dtype=x.dtype) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, start
 
 
@@ -177,7 +176,7 @@ def empty_outputs(query, value, bounds, longest, keep, feature_map):
     kept = kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)
     sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept)
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
-    return torch_backend.empty_result(query, value.shape[3]), end, kept
+    return empty_result(query, value.shape[3]), end, kept
 
 
 def _sequences(query: Tensor, bounds: Tensor | None):
@@ -215,15 +214,15 @@ def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds"
 _STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
-library.register(
-    f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, {library.VARIANT})"
+register(
+    f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, {VARIANT})"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-library.register(
+register(
     f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? scalars, "
-    f"Tensor result, Tensor kept, {library.VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor result, Tensor kept, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import library, torch_backend
-from ..torch_causal import State
+from ..common import VARIANT, State, empty_result, register
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
@@ -111,7 +110,7 @@ def _launches(kind) -> Launches:
 
 
 def _decode(query, key, value, mask, sums, memory, scalars, scale, *options):
-    result = torch_backend.empty_result(query, value.shape[-1])
+    result = empty_result(query, value.shape[-1])
     if not result.numel():
         return result
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -143,12 +142,12 @@ def _kernel(arguments, tensors, scale: float, variant: FlowVariant) -> Kernel:
 
 
 def _fake_decode(query, key, value, *_):
-    return torch_backend.empty_result(query, value.shape[-1])
+    return empty_result(query, value.shape[-1])
 
 
-library.register(
+register(
     "triton_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) sums, Tensor(b!) memory, "
-    f"Tensor(c!) scalars, {library.VARIANT}) -> Tensor",
+    f"Tensor(c!) scalars, {VARIANT}) -> Tensor",
     _decode,
     _fake_decode,
 )

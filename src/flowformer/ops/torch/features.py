@@ -1,34 +1,17 @@
-"""The feature map φ and its derivative, for the memory-linear backend."""
+"""The feature map φ and its derivative."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .variant import FlowVariant
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """What sums, flows and states are kept in, whatever the input."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Keeps autocast from rounding what is computed inside; a meta tensor has no autocast to switch off."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (..., N, D) in the dtype of the sums, with the padding emptied: even a NaN there takes part in nothing."""
-    x = x.to(sum_dtype(x))
-    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+from ..common import valid_values
+from ..variant import FlowVariant
 
 
 def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant, out: Tensor | None = None) -> Tensor:
-    """φ(scale·x), contiguous, 0 where masked; written to `out` where there is one."""
+    """φ(scale·x), contiguous, 0 where masked; written to `out` if given."""
     x = valid_values(x, mask)
     if scale != 1:
         x = x * scale
@@ -48,7 +31,7 @@ def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant,
 def feature_gradient(
     grad: Tensor, feature: Tensor, scale: float, variant: FlowVariant, out: Tensor | None = None
 ) -> Tensor:
-    """The gradient of x from that of φ(scale·x), written to `out` where there is one.
+    """The gradient of x from that of φ(scale·x), written to `out` if given.
 
     Each derivative is a function of φ, and 0 where φ was masked to 0.
     """

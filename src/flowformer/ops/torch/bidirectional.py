@@ -1,7 +1,10 @@
-"""Bidirectional Flow-Attention of one block of heads, forward and backward, linear in time and memory.
+"""Bidirectional Flow-Attention, forward and backward, linear in time and memory.
 
-Shapes: G heads of the block, N sinks, M sources, D features, E values. The sums are `reference.py`'s; the backward
-pass is written by hand, since autograd would keep a dozen tensors of the size of the input.
+The sums are those of `reference.py`. The backward pass is written by hand: autograd would keep a dozen tensors of the
+size of the input.
+
+Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); G heads of a block, N sinks, M sources, D
+features, E values.
 """
 
 from __future__ import annotations
@@ -13,12 +16,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .features import feature_gradient, features, sum_dtype, valid_values
-from .variant import FlowVariant
+from ..common import empty_result, sum_dtype, valid_values
+from ..variant import FlowVariant
+from .blocks import empty_gradients, head_blocks, one_block
+from .features import feature_gradient, features
+
+MIN_BLOCKS = 4
 
 
 class Flows(NamedTuple):
-    """What the forward pass leaves for the backward pass: a few numbers a token, and the sums of each head."""
+    """What the forward pass saves for the backward pass: a few numbers per token, and the sums of each head.
+
+    Of all heads (B, H, ...), or of a block of them (G, ...).
+    """
 
     inverse_incoming: Tensor  # 1/I, (G, N)
     inverse_outgoing: Tensor  # 1/O, (G, M)
@@ -28,9 +38,55 @@ class Flows(NamedTuple):
     memory: Tensor  # S = Σ kᵀ c V, (G, D, E)
 
 
-class Scratch:
-    """Memory that one block of heads after another computes in. Fresh memory for each would cost as much as the sums:
-    the system hands it out page by page."""
+def forward(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> tuple[Tensor, Flows]:
+    """The result, and the flows of every head for the backward pass, (B, H, ...)."""
+    result, flows = empty_result(query, value.shape[-1]), empty_flows(query, key, value)
+    scratch = _scratch(query, key, value)
+    for block in head_blocks(query, key, value, max(query.shape[2], key.shape[2]), MIN_BLOCKS):
+        inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
+        out, parts = _block_forward(*inputs, *masks, scale, variant, scratch, block.sink_view(result))
+        block.write_sinks(result, out)
+        for kept, part in zip(flows, parts, strict=True):
+            block.write_sinks(kept, part)
+    return result, flows
+
+
+def backward(
+    grad, query, key, value, query_mask, key_mask, flows: Flows, scale: float, variant: FlowVariant
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    grad_query, grad_key, grad_value = empty_gradients(query, key, value)
+    scratch = _scratch(query, key, value)
+    for block in head_blocks(query, key, value, max(query.shape[2], key.shape[2]), MIN_BLOCKS):
+        inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
+        parts = Flows(*(block.sinks(part) for part in flows))
+        out = block.sink_view(grad_query), block.source_view(grad_key), block.source_view(grad_value)
+        grads = _block_backward(block.sinks(grad), *inputs, *masks, parts, scale, variant, scratch, out)
+        block.write_sinks(grad_query, grads[0])
+        block.write_sources(grad_key, grads[1])
+        block.write_sources(grad_value, grads[2])
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def graph(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd where heads
+    compete."""
+    block, query, key, value = one_block(query, key, value)
+    inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
+    result, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1))
+    return result.unflatten(0, query.shape[:2]).to(query.dtype)
+
+
+def empty_flows(query: Tensor, key: Tensor, value: Tensor) -> Flows:
+    batch, heads, sinks, dim = query.shape
+    sources = key.shape[2]
+    shapes = (sinks,), (sources,), (sinks,), (sources,), (4, dim), (dim, value.shape[-1])
+    return Flows(*(query.new_empty(batch, heads, *shape, dtype=sum_dtype(query)) for shape in shapes))
+
+
+class _Scratch:
+    """Buffers reused across head blocks: fresh allocations would page-fault on first touch, which costs as much as the
+    sums."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         self.buffers = [part for _ in range(3) for part in like.new_empty(2, size, dtype=sum_dtype(like))]
@@ -39,12 +95,20 @@ class Scratch:
         return self.buffers[index][: math.prod(shape)].view(shape)
 
 
-def no_scratch(index: int, *shape: int) -> Tensor | None:
-    """For a graph, whose compiler has its own ideas about memory."""
+def _no_scratch(index: int, *shape: int) -> Tensor | None:
+    """For a graph, whose compiler plans memory itself."""
     return None
 
 
-def forward(
+def _scratch(query: Tensor, key: Tensor, value: Tensor) -> _Scratch:
+    length, width = max(query.shape[2], key.shape[2]), max(query.shape[3], value.shape[3])
+    # the first block is the largest
+    block = next(head_blocks(query, key, value, length, MIN_BLOCKS), None)
+    heads = 0 if block is None else query[block.batch, block.query_heads, :0].flatten(0, 1).shape[0]
+    return _Scratch(heads * length * width, query)
+
+
+def _block_forward(
     query,
     key,
     value,
@@ -52,14 +116,14 @@ def forward(
     key_mask,
     scale: float,
     variant: FlowVariant,
-    scratch: Callable[..., Tensor | None] = no_scratch,
+    scratch: Callable[..., Tensor | None] = _no_scratch,
     out: Tensor | None = None,
     heads: int = 1,
 ) -> tuple[Tensor, Flows]:
-    """R, (G, N, E), written to `out` where there is one, else in the dtype of the sums.
+    """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
 
     Args:
-        heads: of each sequence; needed where they compete, which `backward` does not know.
+        heads: of each sequence; needed where heads compete, which `_block_backward` does not support.
     """
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
@@ -98,17 +162,17 @@ def forward(
 
     competing = torch.mul(valid_values(value, key_mask), competition[..., None], out=scratch(2, *value.shape))
     memory = k.mT @ competing
-    # products go to memory that is in the cache, and only the last step to `out`, which is not
+    # matrix products go to scratch, which is in cache; only the last step writes to `out`, which is not
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
     result = torch.mul(result, (allocation * inverse_incoming)[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
 
 
-def backward(
-    grad, query, key, value, query_mask, key_mask, f: Flows, scale: float, variant: FlowVariant, scratch: Scratch, out
+def _block_backward(
+    grad, query, key, value, query_mask, key_mask, f: Flows, scale: float, variant: FlowVariant, scratch: _Scratch, out
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, written to those of `out` that are there."""
+    """The gradients of query, key and value, written to those of `out` that are given."""
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
@@ -194,7 +258,7 @@ def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
 
 
 def _dot(x: Tensor, vector: Tensor) -> Tensor:
-    # a row times a matrix: torch runs the heads of a column times a matrix one after another, seven times slower
+    # row times matrix: for matrix times column, torch's bmm runs the heads one after another, seven times slower
     return torch.bmm(vector[:, None], x.mT)[:, 0]
 
 

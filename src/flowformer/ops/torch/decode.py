@@ -1,4 +1,4 @@
-"""One token of causal Flow-Attention: `torch_causal.py` without its chunks, since a step is all overhead.
+"""One token of causal Flow-Attention: `causal_segment.py` without chunks, whose overhead would dominate a single step.
 
 Shapes: G heads, D features, E values. The state is that of `reference.py`, one row a head.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .torch_causal import State
-from .variant import FlowVariant
+from ..common import State
+from ..variant import FlowVariant
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant):
@@ -60,7 +60,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, va
 
 def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """exp(flow) / Σ exp(flow) up to this token, and the logarithm of that sum, which a masked token leaves as it is."""
-    # whatever a state of nothing says
+    # a state without tokens may hold any logarithm
     log_sum = torch.where(count > 0, log_sum, -torch.inf)
     total = torch.logaddexp(log_sum, flow)
     return (flow - total).exp(), total if valid is None else torch.where(valid, total, log_sum)

@@ -1,8 +1,8 @@
-"""Causal Flow-Attention of one block of heads over one segment, forward and backward, linear in time and memory.
+"""Causal Flow-Attention of one block of heads over one segment of tokens, forward and backward.
 
-A segment is cut into T chunks of C tokens. What happens inside a chunk is a C × C product, P = q kᵀ; what comes from
-before it is a sum, known at the start of the chunk. Three levels depend on one another: Σk and Σq give the flows I and
-O, these give Σk/O and Σq/I, and these the competition and the memory S.
+A segment is cut into T chunks of C tokens. Inside a chunk, flows come from a C × C product, P = q kᵀ; all that came
+before the chunk enters as a sum. There are three dependent levels: Σk and Σq give the flows I and O, these give Σk/O
+and Σq/I, and these the competition and the memory S.
 
 Shapes: G heads of the block, T chunks, C tokens of a chunk, D features, E values. `state` is that of `reference.py`,
 one row a head: sums (G, 4, D), memory (G, D, E), scalars (G, 3).
@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .variant import FlowVariant
+from ..common import State
+from ..variant import FlowVariant
 
-State = tuple[Tensor, ...]  # sums, memory, scalars
 
+class SegmentFlows(NamedTuple):
+    """Everything the forward pass computes but the result; the backward pass computes it again."""
 
-class Segment(NamedTuple):
     lower: Tensor  # P where the source is not after the sink, (G, T, C, C)
     upper: Tensor  # P where the sink is not after the source, (G, T, C, C)
     sums: Tensor  # Σk, Σq, Σk/O, Σq/I before each chunk and after the last, (G, T + 1, 4, D)
@@ -31,12 +32,12 @@ class Segment(NamedTuple):
     conserved_outgoing: Tensor  # Ô before the clamp
     competition: Tensor  # c, 0 where masked
     allocation: Tensor  # α, 0 where masked
-    log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), led by the state's
+    log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), the first entry is the state's
     log_incoming: Tensor | None  # the running log Σ exp(Î)
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
-def segment(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segment:
+def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> SegmentFlows:
     """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
@@ -84,7 +85,7 @@ def segment(q, k, v, position, valid, state: State, variant: FlowVariant) -> Seg
 
     memories = _before((k * competition[..., None]).mT @ v, memory)
     total = count + (q.shape[1] * q.shape[2] if valid is None else valid.sum((-1, -2)))
-    return Segment(
+    return SegmentFlows(
         lower,
         upper,
         torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2),
@@ -103,7 +104,7 @@ def segment(q, k, v, position, valid, state: State, variant: FlowVariant) -> Seg
 
 def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tuple[Tensor, State]:
     """R, (G, T, C, E), and the state after the segment."""
-    s = segment(q, k, v, position, valid, state, variant)
+    s = _flows(q, k, v, position, valid, state, variant)
     result = q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ v
     result *= (s.allocation * s.inverse_incoming / position)[..., None]
     logs = [
@@ -115,7 +116,7 @@ def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tup
 
 def backward(grad, q, k, v, position, valid, state: State, grad_state: State, variant: FlowVariant):
     """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
-    s = segment(q, k, v, position, valid, state, variant)
+    s = _flows(q, k, v, position, valid, state, variant)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
     received = s.allocation * inverse_in / position
@@ -181,8 +182,8 @@ def backward(grad, q, k, v, position, valid, state: State, grad_state: State, va
     return grad_q, grad_k, grad_v, (torch.stack(grad_sums, -2), grad_memory[:, 0], grad_scalars)
 
 
-def _competition_gradient(grad, s: Segment, valid, state: State, grad_state: State, variant: FlowVariant):
-    """The gradients of Ô, and of the logarithm the state led with."""
+def _competition_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+    """The gradients of Ô, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 1]
     flow = s.conserved_outgoing
     match variant.competition:
@@ -201,8 +202,8 @@ def _competition_gradient(grad, s: Segment, valid, state: State, grad_state: Sta
     return grad, grad_start
 
 
-def _allocation_gradient(grad, s: Segment, valid, state: State, grad_state: State, variant: FlowVariant):
-    """The gradients of Î, and of the logarithm the state led with."""
+def _allocation_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+    """The gradients of Î, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 2]
     match variant.allocation:
         case "sigmoid":
@@ -217,11 +218,11 @@ def _allocation_gradient(grad, s: Segment, valid, state: State, grad_state: Stat
 
 def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tensor]:
     """D · exp(flow) / Σ exp(flow) over the past, (G, T, C), and the logarithm of that sum, (G, 1 + T·C)."""
-    # finite where nothing has come yet, so that no difference of logarithms is NaN
-    nothing = torch.finfo(flow.dtype).min
+    # finite before the first token, so that no difference of logarithms is NaN
+    lowest = torch.finfo(flow.dtype).min
     if valid is not None:
-        flow = flow.masked_fill(~valid, nothing)
-    start = torch.where(count > 0, start, nothing)
+        flow = flow.masked_fill(~valid, lowest)
+    start = torch.where(count > 0, start, lowest)
     if torch.compiler.is_exporting():
         by_chunks = _running_log_sum(start, flow)
         return position * (flow - by_chunks).exp(), by_chunks.flatten(1)
@@ -230,11 +231,11 @@ def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tenso
 
 
 def _running_softmax_gradient(grad, share, flow, log_sum, valid, count, total, grad_end):
-    """The gradients of the flow and of the leading logarithm, from those of the shares and of the last logarithm."""
+    """The gradients of the flow and of the first logarithm, from those of the shares and of the last logarithm."""
     weight = (share * grad).flatten(1)
     grad_log = torch.cat([torch.zeros_like(weight[:, :1]), -weight], -1)
     grad_log[:, -1] += torch.where(total > 0, grad_end, 0)
-    # Σ over later logarithms L of dL·exp(flow − L): in logarithms, or a rising L would overflow; so by sign
+    # Σ over later L of dL·exp(flow − L), in logarithms since exp(−L) may overflow; positive and negative dL apart
     rising, falling = (
         (part.clamp_min(0).log() - log_sum).flip(-1).logcumsumexp(-1).flip(-1) for part in (grad_log, -grad_log)
     )
@@ -251,7 +252,8 @@ def _running_softmax_gradient(grad, share, flow, log_sum, valid, count, total, g
 def _running_log_sum(start: Tensor, flow: Tensor) -> Tensor:
     """log(exp(start) + Σ exp(flow)) up to each token, (G, T, C), by pairs of tokens, then pairs of chunks.
 
-    For exported graphs alone: their logcumsumexp scales by the maximum of all, and so loses small early entries.
+    Only for exported graphs: logcumsumexp is lowered to a form scaled by the overall maximum, which loses small early
+    entries.
     """
     inside = _log_sum_of_pairs(flow)
     before = _log_sum_of_pairs(torch.cat([start[:, None], inside[..., -1]], 1))[:, :-1]
@@ -288,7 +290,7 @@ def _after(x: Tensor, end: Tensor) -> Tensor:
 def _sum_chunks(x: Tensor, triangle) -> Tensor:
     if torch.compiler.is_exporting():
         return x.cumsum(1)
-    # chunks are few: a product with a triangle of ones is four times faster than a strided cumsum
+    # chunks are few: a product with a triangle of ones is four times faster than cumsum along a strided axis
     ones = x.new_ones(x.shape[1], x.shape[1])
     return (triangle(ones) @ x.flatten(2)).view(x.shape)
 

@@ -1,0 +1,122 @@
+"""What the backends share: the dtype of sums, the allocation of results, the registration of operators.
+
+A backend registers a forward and a backward operator, opaque to `torch.compile`, with fakes that know every shape and
+stride. Its autograd functions call these operators: that costs half the host time of `register_autograd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, ...]  # sums, memory, scalars, as in `FlowState`
+
+# the arguments that end the schema of every operator: the scale, then what FlowVariant.as_args returns
+VARIANT = (
+    "float scale, str feature_map, str competition, str allocation, float? clamp, float eps, float flow_eps, "
+    "bool rescale"
+)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums, flows and states are kept in, whatever the input."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Keeps autocast from rounding what is computed inside; a meta tensor has no autocast to switch off."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (..., N, D) in the dtype of the sums, with the padding zeroed: even a NaN there takes part in nothing."""
+    x = x.to(sum_dtype(x))
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+
+def empty_result(query: Tensor, value_dim: int) -> Tensor:
+    """Uninitialised (B, H, N, E) in the memory order of the query, so that joining the heads again needs no copy."""
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, value_dim).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value_dim)
+
+
+_library = torch.library.Library("flowformer", "DEF")
+
+
+def register(schema: str, implementation: Callable, fake: Callable) -> None:
+    """Registers an operator flowformer::NAME of that schema on every device."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flowformer::{name}", fake, lib=_library)
+
+
+def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, ...]) -> None:
+    """Serves torch.vmap: the mapped dimension is merged with another one, the batch, and split off in the results.
+
+    Args:
+        dims: the dimension of each tensor argument that it is merged with; None for one that is not mapped.
+        out_dims: the dimension of each result that it is split off from.
+    """
+
+    def run(info, in_dims, *args):
+        tensors = []
+        for x, mapped, dim in zip(args, in_dims, dims, strict=False):
+            if x is None or (dim is None and mapped is None):
+                tensors.append(x)
+            elif dim is None:
+                raise NotImplementedError("torch.vmap cannot map cu_seqlens: pack the mapped sequences, too.")
+            else:
+                x = x.movedim(mapped, dim) if mapped is not None else torch.stack([x] * info.batch_size, dim)
+                tensors.append(x.flatten(dim, dim + 1))
+        results = getattr(torch.ops.flowformer, name)(*tensors, *args[len(dims) :])
+        results = (results,) if isinstance(results, Tensor) else results
+        results = tuple(x.unflatten(dim, (info.batch_size, -1)) for x, dim in zip(results, out_dims, strict=True))
+        return (results, out_dims) if len(out_dims) > 1 else (results[0], out_dims[0])
+
+    torch.library.register_vmap(f"flowformer::{name}", run, lib=_library)
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """Runs a backward operator; raises on double backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(operator, *args):
+        return operator(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError('Flow-Attention is differentiable once; for higher derivatives use backend="reference".')
+
+
+def differentiate(operator: Any, *args: Any) -> tuple[Tensor, ...]:
+    """The gradients from a backward operator, which raise on double backward.
+
+    torch's once_differentiable does not: where the inputs require a second derivative but the cotangent does not, it
+    silently treats the gradients as constants.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return operator(*args)
+    return _DifferentiableOnce.apply(operator, *args)
+
+
+def distinct(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same tensors, repeats as views: Dynamo does not trace an autograd function that is given one tensor twice."""
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    result: list[Tensor | None] = []
+    for x in tensors:
+        result.append(x.view_as(x) if x is not None and any(x is each for each in result) else x)
+    return result

@@ -1,0 +1,84 @@
+"""The Triton kernels as a backend: what they refuse, and the functions that compute the rest.
+
+Importing this file does not import Triton, which takes longer than the rest of the package: the first call does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ..common import State
+from ..variant import FlowVariant
+from ..varlen import Lengths
+from .hardware import MAX_DIM, is_hopper
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_DIM_ELSEWHERE = 64  # on GPUs other than Hopper, which have less shared memory
+
+
+def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
+    """Why the kernels cannot compute this; empty where they can."""
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return [f"tensors on {query.device} (the kernels need a GPU)"]
+    if not HAS_TRITON:
+        return ["triton is not installed"]
+    if torch.compiler.is_exporting():
+        return ["an exported graph cannot hold the kernels"]
+    reasons = []
+    if query.dtype not in DTYPES:
+        reasons.append(f"{query.dtype} (the kernels take float32, bfloat16 and float16)")
+    dims, largest = (query.shape[-1], value.shape[-1]), MAX_DIM
+    if query.is_cuda and not is_hopper(query.device):
+        largest = MAX_DIM_ELSEWHERE
+        if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+            reasons.append("a GPU older than Ampere")
+    if not all(1 <= dim <= largest for dim in dims):
+        reasons.append(f"head dimensions {dims[0]} and {dims[1]} (the kernels take 1 to {largest} on this device)")
+    if variant.competitors == "heads" or variant.feature_map == "relu+eps":
+        reasons.append('the kernels have no competitors="heads" and no feature_map="relu+eps"')
+    if variant.allocation == "softmax":
+        reasons.append(
+            'allocation="softmax" (its normaliser over the sinks would take one more pass, forward and backward; the '
+            'kernels take "sigmoid" and "none")'
+        )
+    return reasons
+
+
+def by_name(query: Tensor) -> bool:
+    """Whether the kernels run only if asked for by name: on a CPU, in Triton's interpreter, which is for tests."""
+    return query.device.type != "cuda"
+
+
+def bidirectional(*args) -> Tensor:
+    """See `flow_attention`."""
+    from .bidirectional import bidirectional
+
+    return bidirectional(*args)
+
+
+def causal(*args) -> Tensor:
+    """See `flow_attention`."""
+    from .causal import causal
+
+    return causal(*args)
+
+
+def recurrent(*args) -> tuple[Tensor, State]:
+    """See `flow_attention_recurrent`."""
+    from .causal import recurrent
+
+    return recurrent(*args)
+
+
+def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    """See `flow_attention_varlen`."""
+    if is_causal:
+        from .causal import packed
+    else:
+        from .bidirectional import packed
+    return packed(query, key, value, lengths, scale, variant)

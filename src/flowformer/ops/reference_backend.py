@@ -1,0 +1,55 @@
+"""`reference.py` as a backend: shared key heads repeated, packed sequences one after another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .variant import FlowVariant
+from .varlen import Lengths, starts_and_lengths
+
+
+def refusals(*_: Any) -> list[str]:
+    """Nothing: this backend computes every call."""
+    return []
+
+
+def by_name(query: Tensor) -> bool:
+    """Always: it needs far more memory than the others."""
+    return True
+
+
+def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
+
+
+def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
+    return recurrent(query, key, value, mask, None, scale, variant)[0]
+
+
+def recurrent(query, key, value, mask, state, scale: float, variant: FlowVariant) -> tuple:
+    key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
+
+
+def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    sinks, sources = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
+    parts, stop = [], 0
+    for start_q, length_q, start_k, length_k in zip(*sinks, *sources, strict=True):
+        q = query[start_q : start_q + length_q].transpose(0, 1)[None]
+        k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
+        if is_causal:
+            out, _ = recurrent(q, k, v, None, None, scale, variant)
+        else:
+            out = bidirectional(q, k, v, None, None, scale, variant)
+        parts.append(out[0].transpose(0, 1))
+        stop = start_q + length_q
+    rest = query.new_zeros(query.shape[0] - stop, query.shape[1], value.shape[-1])
+    return torch.cat([*parts, rest])

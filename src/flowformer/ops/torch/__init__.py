@@ -1,0 +1,1 @@
+"""Flow-Attention in plain torch: linear in time and memory, on any device, also in exported graphs."""

@@ -1,0 +1,156 @@
+"""Causal Flow-Attention: walks over segments of tokens with the state between them, forward and backward.
+
+Only the state before each segment is saved for the backward pass, which computes the flows of a segment again.
+
+Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N) bool, True = takes part; G heads of
+a block, T chunks of a segment, C tokens of a chunk. The three tensors of a state are those of `FlowState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..common import State, empty_result, valid_values
+from ..variant import FlowVariant
+from . import causal_segment, decode
+from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
+from .features import feature_gradient, features
+
+MIN_BLOCKS = 8
+CHUNK = 64  # tokens whose flows come from one C × C product
+SEGMENT = 1024  # tokens between two states that are saved for the backward pass
+
+
+def forward(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State, State]:
+    """The result, the state after the last token, and the states before each segment and after the last,
+    (segments + 1, B, H, ...)."""
+    result = empty_result(query, value.shape[-1])
+    end = tuple(torch.empty_like(part) for part in state)
+    starts = empty_starts(query, state)
+    for block in head_blocks(query, key, value, min(query.shape[2], SEGMENT), MIN_BLOCKS):
+        carried = tuple(block.sinks(part) for part in state)
+        for index, segment in enumerate(_segments(query)):
+            for kept, part in zip(starts, carried, strict=True):
+                block.write_sinks(kept[index], part)
+            q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+            if query.shape[2] == 1:
+                token = None if valid is None else valid[:, 0, 0]
+                out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant)
+                block.write_sinks(result, out)
+                continue
+            position = segment.position(valid, carried)
+            out, carried = causal_segment.forward(q, k, v, position, valid, carried, variant)
+            block.write_sinks(result[:, :, segment.tokens], segment.join(out))
+        for kept, last, part in zip(end, starts, carried, strict=True):
+            block.write_sinks(kept, part)
+            block.write_sinks(last[-1], part)
+    return result, end, starts
+
+
+def backward(grad, grad_end: State, query, key, value, mask, starts: State, scale: float, variant: FlowVariant):
+    """The gradients of query, key and value, and that of the state before the first token."""
+    grad_query, grad_key, grad_value = empty_gradients(query, key, value)
+    grad_start = tuple(torch.empty_like(part) for part in grad_end)
+    for block in head_blocks(query, key, value, min(query.shape[2], SEGMENT), MIN_BLOCKS):
+        carried = tuple(block.sinks(part) for part in grad_end)
+        for index, segment in reversed(list(enumerate(_segments(query)))):
+            start = tuple(block.sinks(part[index]) for part in starts)
+            q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+            g = segment.cut(valid_values(block.sinks(grad[:, :, segment.tokens]), segment.mask(block, mask)))
+            position = segment.position(valid, start)
+            grad_q, grad_k, grad_v, carried = causal_segment.backward(
+                g, q, k, v, position, valid, start, carried, variant
+            )
+            grad_q, grad_k = feature_gradient(grad_q, q, scale, variant), feature_gradient(grad_k, k, scale, variant)
+            block.write_sinks(grad_query[:, :, segment.tokens], segment.join(grad_q))
+            block.write_sources(grad_key[:, :, segment.tokens], segment.join(grad_k))
+            block.write_sources(grad_value[:, :, segment.tokens], segment.join(grad_v))
+        for kept, part in zip(grad_start, carried, strict=True):
+            block.write_sinks(kept, part)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_start
+
+
+def graph(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+    """`forward` as one graph of plain operators without loops: for export, at any length."""
+    block, query, key, value = one_block(query, key, value)
+    segment = Segment.of(slice(None), query.shape[2], CHUNK)
+    start = tuple(block.sinks(part) for part in state)
+    q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+    out, end = causal_segment.forward(q, k, v, segment.position(valid, start), valid, start, variant)
+    rows = query.shape[:2]
+    result = segment.join(out).unflatten(0, rows).to(query.dtype)
+    return result, tuple(part.unflatten(0, rows) for part in end)
+
+
+def empty_starts(query: Tensor, state: State) -> State:
+    # one more, for the state after the last: a size of one would be compiled as a special case
+    count = (query.shape[2] + SEGMENT - 1) // SEGMENT + 1
+    return tuple(part.new_empty(count, *part.shape) for part in state)
+
+
+class Segment(NamedTuple):
+    """Tokens that are computed at once, in `chunks` of `chunk`, the last one filled up with masked tokens."""
+
+    tokens: slice
+    length: int
+    chunk: int
+    chunks: int
+
+    @classmethod
+    def of(cls, tokens: slice, length: int, chunk: int) -> Segment:
+        # an exported graph must serve any length: one masked chunk more makes at least two, since export would
+        # specialise on a single one
+        return cls(tokens, length, chunk, (length + chunk - 1) // chunk + torch.compiler.is_exporting())
+
+    @property
+    def padding(self) -> int:
+        return self.chunks * self.chunk - self.length
+
+    @property
+    def is_padded(self) -> bool:
+        return torch.compiler.is_exporting() or self.padding > 0
+
+    def inputs(self, block: HeadBlock, query, key, value, mask, scale: float, variant: FlowVariant):
+        """q, k (G, T, C, D) as features, v (G, T, C, E), and which tokens are valid, (G, T, C), or None for all."""
+        query, key, value = block.inputs(*(x[:, :, self.tokens] for x in (query, key, value)))
+        mask = self.mask(block, mask)
+        q, k, v = features(query, mask, scale, variant), features(key, mask, scale, variant), valid_values(value, mask)
+        if mask is None and self.is_padded:
+            mask = q.new_ones(q.shape[:2], dtype=torch.bool)
+        valid = None if mask is None else F.pad(mask, (0, self.padding)).unfold(1, self.chunk, self.chunk)
+        return self.cut(q), self.cut(k), self.cut(v), valid
+
+    def mask(self, block: HeadBlock, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else block.mask(mask[:, self.tokens])
+
+    def position(self, valid: Tensor | None, state: State) -> Tensor:
+        """D, how many tokens there are up to and including this one, (G, T, C)."""
+        count = state[2][:, 0]
+        if valid is None:
+            tokens = torch.arange(1, self.length + 1, dtype=count.dtype, device=count.device)
+            return (count[:, None] + tokens).unflatten(1, (self.chunks, self.chunk))
+        return causal_segment.running_sum(valid.to(count.dtype), count).clamp_min(1)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(G, tokens, D) -> (G, T, C, D)"""
+        x = F.pad(x, (0, 0, 0, self.padding)) if self.is_padded else x
+        # the same as x.unflatten(1, (T, C)), which in an exported graph would need a proof that C divides the length
+        return x.unfold(1, self.chunk, self.chunk).mT
+
+    def join(self, x: Tensor) -> Tensor:
+        """(G, T, C, D) -> (G, tokens, D)"""
+        x = x.flatten(1, 2)
+        # in an exported graph, a slice would need a proof that it is not longer than x
+        return F.pad(x, (0, 0, 0, -self.padding)) if torch.compiler.is_exporting() else x[:, : self.length]
+
+
+def _segments(query: Tensor) -> Iterator[Segment]:
+    length = query.shape[2]
+    for start in range(0, length, SEGMENT):
+        size = min(SEGMENT, length - start)
+        yield Segment.of(slice(start, start + size), size, min(CHUNK, size))

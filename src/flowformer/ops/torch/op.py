@@ -1,0 +1,263 @@
+"""The operators of the torch backend and their autograd: what compilers, tracers and profilers see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import VARIANT, State, differentiate, distinct, empty_result, register, register_vmap
+from ..state import empty_state
+from ..variant import FlowVariant
+from ..varlen import Lengths, starts_and_lengths
+from . import varlen
+from .bidirectional import Flows, empty_flows
+from .bidirectional import backward as bidirectional_backward
+from .bidirectional import forward as bidirectional_forward
+from .bidirectional import graph as bidirectional_graph
+from .causal import backward as causal_backward
+from .causal import empty_starts
+from .causal import forward as causal_forward
+from .causal import graph as causal_graph
+
+
+def refusals(*_: Any) -> list[str]:
+    """Nothing: this backend computes every call."""
+    return []
+
+
+def by_name(query: Tensor) -> bool:
+    """Never only by name: it is what runs where nothing faster can."""
+    return False
+
+
+def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+    """See `flow_attention`."""
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
+        with torch.autocast(query.device.type, enabled=False):
+            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
+    tensors = query, key, value, query_mask, key_mask
+    return _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
+
+
+def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
+    """See `flow_attention`."""
+    return recurrent(query, key, value, mask, None, scale, variant)[0]
+
+
+def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+    """The result and the state after the last token; see `flow_attention_recurrent`."""
+    if state is None:
+        state = empty_state(query, value)
+    if torch.compiler.is_exporting():
+        with torch.autocast(query.device.type, enabled=False):
+            return causal_graph(query, key, value, mask, state, scale, variant)
+    tensors = query, key, value, mask, *state
+    result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
+    return result, tuple(rest[:3])
+
+
+def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    """See `flow_attention_varlen`."""
+    if variant.competitors == "heads" and not torch.compiler.is_exporting():
+        starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
+    if torch.compiler.is_exporting() or variant.competitors == "heads":
+        with torch.autocast(query.device.type, enabled=False):
+            return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
+    tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
+    return _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
+
+
+def _apply(function, eager, tensors, *options):
+    # Dynamo traces no autograd function that has a jvp of its own
+    if torch.compiler.is_compiling():
+        return function.apply(*distinct(*tensors), *options)
+    return eager.apply(*tensors, *options)
+
+
+class _Bidirectional(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query, key, value, query_mask, key_mask, *options):
+        return torch.ops.flowformer.bidirectional(query, key, value, query_mask, key_mask, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.options = inputs[5:]
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        grads = differentiate(torch.ops.flowformer.bidirectional_backward, grad, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, *(None for _ in ctx.options)
+
+
+class _Causal(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query, key, value, mask, sums, memory, scalars, *options):
+        return torch.ops.flowformer.causal(query, key, value, mask, sums, memory, scalars, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:4], *output[4:])
+        ctx.mark_non_differentiable(*output[4:])
+        ctx.options = inputs[7:]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grads = differentiate(torch.ops.flowformer.causal_backward, *grads[:4], *ctx.saved_tensors, *ctx.options)
+        return *grads[:3], None, *grads[3:], *(None for _ in ctx.options)
+
+
+class _Packed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query, key, value, cu_seqlens_q, cu_seqlens_k, *options):
+        return torch.ops.flowformer.packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5])
+        ctx.options = inputs[5:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = differentiate(torch.ops.flowformer.packed_backward, grad, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, *(None for _ in ctx.options)
+
+
+class _NoForwardMode:
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(
+            'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
+        )
+
+
+class _EagerBidirectional(_NoForwardMode, _Bidirectional):
+    pass
+
+
+class _EagerCausal(_NoForwardMode, _Causal):
+    pass
+
+
+class _EagerPacked(_NoForwardMode, _Packed):
+    pass
+
+
+def _bidirectional(query, key, value, query_mask, key_mask, scale, *variant):
+    result, flows = bidirectional_forward(query, key, value, query_mask, key_mask, scale, FlowVariant(*variant))
+    return result, *flows
+
+
+def _bidirectional_backward(grad, query, key, value, query_mask, key_mask, *rest):
+    flows, scale, variant = Flows(*rest[:6]), rest[6], FlowVariant(*rest[7:])
+    return bidirectional_backward(grad, query, key, value, query_mask, key_mask, flows, scale, variant)
+
+
+def _causal(query, key, value, mask, sums, memory, scalars, scale, *variant):
+    state = sums, memory, scalars
+    result, end, starts = causal_forward(query, key, value, mask, state, scale, FlowVariant(*variant))
+    return result, *end, *starts
+
+
+def _causal_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, *rest):
+    grad_end, starts, scale, variant = (grad_sums, grad_memory, grad_scalars), rest[:3], rest[3], FlowVariant(*rest[4:])
+    *grads, grad_start = causal_backward(grad, grad_end, query, key, value, mask, starts, scale, variant)
+    return *grads, *grad_start
+
+
+def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, *variant):
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return varlen.forward(query, key, value, lengths, is_causal, scale, FlowVariant(*variant))
+
+
+def _packed_backward(grad, query, key, value, *rest):
+    lengths, is_causal, scale, variant = rest[:4], rest[4], rest[5], FlowVariant(*rest[6:])
+    return varlen.backward(grad, query, key, value, lengths, is_causal, scale, variant)
+
+
+def _fake_bidirectional(query, key, value, *_):
+    return empty_result(query, value.shape[-1]), *empty_flows(query, key, value)
+
+
+def _fake_causal(query, key, value, mask, *state_and_rest):
+    state = state_and_rest[:3]
+    starts, result = empty_starts(query, state), empty_result(query, value.shape[-1])
+    return result, *(torch.empty_like(part) for part in state), *starts
+
+
+def _fake_gradients(grad, query, key, value, *_):
+    return tuple(torch.empty_like(x) for x in (query, key, value))
+
+
+def _fake_causal_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, *_):
+    return tuple(torch.empty_like(x) for x in (query, key, value, grad_sums, grad_memory, grad_scalars))
+
+
+def _fake_packed(query, key, value, *_):
+    return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+def _without_autocast(implementation: Callable) -> Callable:
+    """Autocast would round the sums."""
+
+    def run(*args):
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return implementation(*args)
+        with torch.autocast(device, enabled=False):
+            return implementation(*args)
+
+    return run
+
+
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_MASKS = "Tensor? query_mask, Tensor? key_mask"
+_STATE = "Tensor sums, Tensor memory, Tensor scalars"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal"
+_FLOWS = ", ".join(f"Tensor kept_{name}" for name in Flows._fields)  # the variant also has a competition
+register(
+    f"bidirectional({_INPUTS}, {_MASKS}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _without_autocast(_bidirectional),
+    _fake_bidirectional,
+)
+register(
+    f"bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_FLOWS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
+    _without_autocast(_bidirectional_backward),
+    _fake_gradients,
+)
+register(
+    f"causal({_INPUTS}, Tensor? mask, {_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _without_autocast(_causal),
+    _fake_causal,
+)
+register(
+    f"causal_backward(Tensor grad, Tensor grad_sums, Tensor grad_memory, Tensor grad_scalars, {_INPUTS}, Tensor? mask, "
+    f"{_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _without_autocast(_causal_backward),
+    _fake_causal_backward,
+)
+register(f"packed({_INPUTS}, {_LENGTHS}, {VARIANT}) -> Tensor", _without_autocast(_packed), _fake_packed)
+register(
+    f"packed_backward(Tensor grad, {_INPUTS}, {_LENGTHS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
+    _without_autocast(_packed_backward),
+    _fake_gradients,
+)
+
+# the batch is dimension 0, but 1 in the states before each segment
+register_vmap("bidirectional", (0,) * 5, (0,) * 7)
+register_vmap("bidirectional_backward", (0,) * 12, (0,) * 3)
+register_vmap("causal", (0,) * 7, (0,) * 4 + (1,) * 3)
+register_vmap("causal_backward", (0,) * 8 + (1,) * 3, (0,) * 6)
+# packed tokens have no batch: the mapped dimension is merged with the heads, which all have the same lengths
+register_vmap("packed", (1, 1, 1, None, None), (1,))
+register_vmap("packed_backward", (1, 1, 1, 1, None, None), (1, 1, 1))

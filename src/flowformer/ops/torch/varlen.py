@@ -1,0 +1,88 @@
+"""Packed sequences: groups of sequences of similar length are padded and computed together.
+
+Padding the whole batch to its longest sequence could need far more memory than the tokens. Only `graph` does so, since
+an exported graph cannot depend on the lengths.
+
+Shapes: query (T, H, D), key (T', H_kv, D), value (T', H_kv, E), cu_seqlens (B + 1,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..state import empty_state
+from ..variant import FlowVariant
+from ..varlen import Lengths, PaddedSequences, starts_and_lengths
+from . import bidirectional, causal
+
+GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has more
+
+
+def forward(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    # tokens after the last sequence belong to none, and give 0
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for group in _groups(query, key, lengths, is_causal):
+        q, k, v = group.sinks.pad(query), group.sources.pad(key), group.sources.pad(value)
+        if is_causal:
+            out, *_ = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), scale, variant)
+        else:
+            out, _ = bidirectional.forward(q, k, v, group.sinks.mask, group.sources.mask, scale, variant)
+        group.sinks.unpad(out, result)
+    return result
+
+
+def backward(grad, query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant):
+    grads = tuple(torch.zeros_like(x) for x in (query, key, value))
+    for group in _groups(query, key, lengths, is_causal):
+        g, q = group.sinks.pad(grad), group.sinks.pad(query)
+        k, v = group.sources.pad(key), group.sources.pad(value)
+        if is_causal:
+            _, end, starts = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), scale, variant)
+            no_grad = tuple(torch.zeros_like(part) for part in end)
+            parts = causal.backward(g, no_grad, q, k, v, group.sinks.mask, starts, scale, variant)
+        else:
+            masks = group.sinks.mask, group.sources.mask
+            _, flows = bidirectional.forward(q, k, v, *masks, scale, variant)
+            parts = bidirectional.backward(g, q, k, v, *masks, flows, scale, variant)
+        group.sinks.unpad(parts[0], grads[0])
+        group.sources.unpad(parts[1], grads[1])
+        group.sources.unpad(parts[2], grads[2])
+    return grads
+
+
+def graph(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    """`forward` as one graph of plain operators that depends on no length: for export, and where heads compete."""
+    sinks = PaddedSequences.all(lengths[0], lengths[2])
+    sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])
+    q, k, v = sinks.pad(query), sources.pad(key), sources.pad(value)
+    if is_causal:
+        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v), scale, variant)
+    else:
+        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant)
+    result = query.new_zeros(query.shape[0], *out.shape[1::2])
+    # a position without a token holds 0, so it adds nothing to the token 0 that it points at
+    return result.index_add(0, sinks.tokens.flatten(), out.transpose(1, 2).flatten(0, 1))
+
+
+class _Group(NamedTuple):
+    sinks: PaddedSequences
+    sources: PaddedSequences
+
+
+def _groups(query: Tensor, key: Tensor, lengths: Lengths, is_causal: bool) -> Iterator[_Group]:
+    (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
+    longer = [max(pair) for pair in zip(lengths_q, lengths_k, strict=True)]
+    order = sorted((i for i in range(len(longer)) if longer[i]), key=longer.__getitem__)
+    while order:
+        fitting = 1
+        while fitting < len(order) and (fitting + 1) * longer[order[fitting]] <= GROUP_SIZE:
+            fitting += 1
+        chosen, order = order[:fitting], order[fitting:]
+        yield _Group(
+            PaddedSequences.of([starts_q[i] for i in chosen], [lengths_q[i] for i in chosen], query.device),
+            PaddedSequences.of([starts_k[i] for i in chosen], [lengths_k[i] for i in chosen], key.device),
+        )
