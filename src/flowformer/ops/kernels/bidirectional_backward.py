@@ -1,117 +1,146 @@
-"""The backward kernels of bidirectional Flow-Attention, in the order of their launches; see `bidirectional.py`."""
+"""The backward kernels of bidirectional Flow-Attention, in the order of their launches.
+
+Programs and records are those of `forward.py`; gradients are summed up in records, too. Math: docs/kernels.md.
+
+Shapes: grad (B, H, N, E) is dR; per token (B·H, N) or (B·H, M), float32.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .bidirectional_forward import kernel
 from .blocks import (
     clamped,
-    dot_parts,
-    dot_transposed,
-    features,
     identity,
-    memory_tile,
-    moved,
-    place,
-    rounded,
-    rows,
-    span,
-    total,
-    valid_tokens,
+    load_features,
+    load_memory,
+    load_rows,
+    load_valid,
+    locate_head,
+    locate_tokens,
+    store_rows,
+    token_at,
 )
 from .features import feature_gradient, sigmoid
+from .launch import kernel
+from .precision import dot_split, dot_transposed
+from .records import (
+    CONSERVED_KEY_SUM,
+    CONSERVED_QUERY_SUM,
+    FACTOR,
+    INVERSE_MASS,
+    KEY_SUM,
+    QUERY_SUM,
+    RATIO,
+    REFERENCE,
+    load_scalar,
+    load_vector,
+    record_at,
+    store_vector,
+    sum_segments,
+    sum_vector,
+    vector_at,
+)
 
 
 @kernel
-def grad_memory(
-    query, grad, query_mask, query_bounds, records, partial, incoming, allocation, exchange, products,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, sinks, heads, segments, scale, eps,
+def grad_memory_kernel(
+    p_query, p_grad, p_query_mask, p_query_bounds, p_records, p_partial, p_incoming, p_allocation, p_overlap, p_products,
+    q_batch, q_head, q_token, g_batch, g_head, g_token, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EYE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dS = Σ w qᵀ dR with w = α μ/I, ⟨dR, R⟩ of every sink, and d(Σk/O) = Σ dÎ (q + ε); of a WHOLE head also ⟨S, dS⟩,
-    tile by tile."""
-    q_row = D if DENSE else q_row * ALIGN
-    g_row = E if DENSE else g_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, False)
-    records += record * SIZE
-    own = partial + (record * segments + segment) * SIZE
-    first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
-    grad = moved(grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, query_bounds)
+    """Pass 1: dS = Σ α μ/I · qᵀ dR, the overlap ⟨dR, R⟩ of each sink, and d(Σk/O) = Σ dÎ (q + ε).
+
+    Grid:   (records · segments, tiles of E).
+    Reads:  Q, dR; I, α; the finished record of the head.
+    Writes: ⟨dR, R⟩ (B·H, N); dS and d(Σk/O) of each segment's record in `partial`; of a WHOLE head also ⟨S, dS⟩, one
+            number for each tile, into `products`.
+    """
+    q_token = D if DENSE else q_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_query_bounds is not None, False)
+    p_records = record_at(p_records, record, D, E)
+    p_own = record_at(p_partial, record * segments + segment, D, E)
+    first, count = locate_tokens(p_query_bounds, sequence, sinks, segment, segments, BLOCK)
+    p_query = token_at(p_query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_token, p_query_bounds)
+    p_grad = token_at(p_grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_token, p_query_bounds)
     mask_start = sequence * sinks + first
-    incoming += row * sinks + first
-    allocation += row * sinks + first
-    exchange += row * sinks + first
+    p_incoming += row * sinks + first
+    p_allocation += row * sinks + first
+    p_overlap += row * sinks + first
 
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
-    eye = identity(query, columns, EYE)
-    high, low = memory_tile(records, columns[None, :], values[:, None], D, E, MULTIPLY)
-    size, ratio = tl.load(records + D * E + 4 * D), tl.load(records + D * E + 4 * D + 1)
-    result = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
-    vector = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_eye = identity(p_query, columns, EYE)
+    b_high, b_low = load_memory(p_records, columns[None, :], values[:, None], D, E, PRECISION)
+    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
+    b_grad_memory = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
+    b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(query_mask, mask_start, start, offset, count)
-        q = features(query, q_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        share = tl.load(allocation + start + offset, mask=valid, other=0.0)
-        received = share * size / tl.load(incoming + start + offset, mask=valid, other=1.0)
-        seen = tl.zeros((BLOCK,), tl.float32)
-        g = rows(grad, g_row, start, offset, valid, tl.program_id(1) * BLOCK_E + values, E)
+        valid = load_valid(p_query_mask, mask_start, start, offset, count)
+        b_query = load_features(p_query, q_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        allocation = tl.load(p_allocation + start + offset, mask=valid, other=0.0)
+        received = allocation * factor / tl.load(p_incoming + start + offset, mask=valid, other=1.0)
+        overlap = tl.zeros((BLOCK,), tl.float32)
+        b_grad = load_rows(p_grad, g_token, start, offset, valid, tl.program_id(1) * BLOCK_E + values, E)
+        # the overlap needs all values, also in a program that adds up one tile of dS
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
-            each = g
+            b_each = b_grad
             if E > BLOCK_E:
-                each = rows(grad, g_row, start, offset, valid, tile + values, E)
-                high, low = memory_tile(records, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
-            x = dot_parts(each, high, low, tl.zeros((BLOCK, BLOCK_D), tl.float32), MULTIPLY)
-            seen += tl.sum(q * x, 1)
-        result = dot_transposed(q * received[:, None], g, result, MULTIPLY)
-        seen *= received
+                b_each = load_rows(p_grad, g_token, start, offset, valid, tile + values, E)
+                b_high, b_low = load_memory(p_records, columns[None, :], tile + values[:, None], D, E, PRECISION)
+            b_product = dot_split(b_each, b_high, b_low, tl.zeros((BLOCK, BLOCK_D), tl.float32), PRECISION)
+            overlap += tl.sum(b_query * b_product, 1)
+        b_grad_memory = dot_transposed(b_query * received[:, None], b_grad, b_grad_memory, PRECISION)
+        overlap *= received
         if tl.program_id(1) == 0:
-            tl.store(exchange + start + offset, seen, mask=offset < count - start)
+            tl.store(p_overlap + start + offset, overlap, mask=offset < count - start)
         if ALLOCATION == "sigmoid":
-            weight = ratio * (1 - share) * seen
-            vector += q * weight[:, None]
+            weight = ratio * (1 - allocation) * overlap
+            b_weighted += b_query * weight[:, None]
             weights += weight
     values += tl.program_id(1) * BLOCK_E
     index = columns[:, None] * E + values[None, :]
     inside = (columns < D)[:, None] & (values < E)[None, :]
-    tl.store(own + index, result, mask=inside)
+    tl.store(p_own + index, b_grad_memory, mask=inside)
     if WHOLE:
-        product = tl.sum(result * tl.load(records + index, mask=inside, other=0.0))
-        tl.store(products + record * tl.num_programs(1) + tl.program_id(1), product)
+        product = tl.sum(b_grad_memory * tl.load(p_records + index, mask=inside, other=0.0))
+        tl.store(p_products + record * tl.num_programs(1) + tl.program_id(1), product)
     if tl.program_id(1) == 0:
-        tl.store(own + D * E + 2 * D + columns, tl.sum(vector, 0) + eps * tl.sum(weights, 0), mask=columns < D)
+        store_vector(p_own, CONSERVED_KEY_SUM, columns, tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0), D, E)
 
 
 @kernel
-def grad_finish(
-    partial, records, grads, products, segments,
+def grad_finish_kernel(
+    p_partial, p_records, p_grads, p_products, segments,
     D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dS and d(Σk/O) of a head from the records of its segments, which are several, and ⟨S, dS⟩ chunk by chunk."""
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    partial += tl.program_id(0).to(tl.int64) * segments * SIZE
-    records += tl.program_id(0).to(tl.int64) * SIZE
-    grads += tl.program_id(0).to(tl.int64) * SIZE
+    """dS and d(Σk/O) of each head from the records of its segments, of which there are several.
+
+    Grid:   (records, chunks of S).
+    Reads:  `partial`, the records of all segments of the head; S.
+    Writes: dS and d(Σk/O) in `grads`, one record a head; ⟨S, dS⟩, one number for each chunk, into `products`.
+    """
+    p_partial = record_at(p_partial, tl.program_id(0).to(tl.int64) * segments, D, E)
+    p_records = record_at(p_records, tl.program_id(0).to(tl.int64), D, E)
+    p_grads = record_at(p_grads, tl.program_id(0).to(tl.int64), D, E)
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    result = total(partial, segments, SIZE, index, D * E, 4)
-    tl.store(grads + index, result, mask=index < D * E)
-    product = tl.sum(result * tl.load(records + index, mask=index < D * E, other=0.0), 0)
-    tl.store(products + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), product)
+    grad_memory = sum_segments(p_partial, segments, index, D * E, 4, D, E)
+    tl.store(p_grads + index, grad_memory, mask=index < D * E)
+    product = tl.sum(grad_memory * tl.load(p_records + index, mask=index < D * E, other=0.0), 0)
+    tl.store(p_products + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), product)
     if tl.program_id(1) == 0:
         columns = tl.arange(0, BLOCK_D)
-        vector = total(partial + D * E + 2 * D, segments, SIZE, columns, D, 16)
-        tl.store(grads + D * E + 2 * D + columns, vector, mask=columns < D)
+        vector = sum_vector(p_partial, CONSERVED_KEY_SUM, segments, columns, D, E)
+        store_vector(p_grads, CONSERVED_KEY_SUM, columns, vector, D, E)
 
 
 @triton.jit
 def _competition(flow, clamp, reference, inverse, COMPETITION: tl.constexpr):
-    """The share of each source, c/μ, from its Ô and the scalars of its head."""
+    """c/μ of each source, from its Ô and the scalars of its head."""
     flow = clamped(flow, -clamp, clamp)
     if COMPETITION == "softmax":
         return tl.exp(flow - reference) * inverse
@@ -122,237 +151,247 @@ def _competition(flow, clamp, reference, inverse, COMPETITION: tl.constexpr):
 
 
 @kernel
-def grad_competition(
-    key, value, key_mask, key_bounds, records, partial, grads, products, outgoing, conserved_outgoing, grad_outgoing,
-    grad_conserved,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, pieces, scale, eps, clamp,
-    SHARED: tl.constexpr, COMPETITION: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+def grad_competition_kernel(
+    p_key, p_value, p_key_mask, p_key_bounds, p_records, p_partial, p_grads, p_products, p_outgoing,
+    p_conserved_outgoing, p_grad_outgoing, p_grad_conserved,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, sources, heads, segments, products, scale, eps, clamp,
+    SHARED: tl.constexpr, COMPETITION: tl.constexpr, PRODUCTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr,
-    FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    FAST: tl.constexpr, EYE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dÔ and dO of every source, and what they add up to: d(Σq/I) and dΣq."""
-    k_row = D if DENSE else k_row * ALIGN
-    v_row = E if DENSE else v_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, key_bounds is not None, False)
-    records += record * SIZE
-    grads += record * SIZE
-    own = partial + (record * segments + segment) * SIZE
-    first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
-    value = moved(value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
+    """Pass 2: dÔ and dO of each source, and the sums d(Σq/I) = Σ dÔ (k + ε) and dΣq = Σ dO (k + ε).
+
+    Grid:   (records · segments,). A program loops over tiles of E.
+    Reads:  K, V; O, Ô; dS, d(Σk/O) and the parts of ⟨S, dS⟩ of the head, of which there are `products`.
+    Writes: dO and dÔ (B·H, M); d(Σq/I) and dΣq of each segment's record in `partial`.
+    """
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_key_bounds is not None, False)
+    p_records = record_at(p_records, record, D, E)
+    p_grads = record_at(p_grads, record, D, E)
+    p_own = record_at(p_partial, record * segments + segment, D, E)
+    first, count = locate_tokens(p_key_bounds, sequence, sources, segment, segments, BLOCK)
+    p_key = token_at(p_key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_token, p_key_bounds)
+    p_value = token_at(p_value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_token, p_key_bounds)
     mask_start = sequence * sources + first
-    outgoing += row * sources + first
-    conserved_outgoing += row * sources + first
-    grad_outgoing += row * sources + first
-    grad_conserved += row * sources + first
+    p_outgoing += row * sources + first
+    p_conserved_outgoing += row * sources + first
+    p_grad_outgoing += row * sources + first
+    p_grad_conserved += row * sources + first
 
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
-    eye = identity(key, columns, EYE)
-    high, low = memory_tile(grads, columns[None, :], values[:, None], D, E, MULTIPLY)
-    reference, inverse = tl.load(records + D * E + 4 * D + 2), tl.load(records + D * E + 4 * D + 3)
-    piece = tl.arange(0, PIECES)
-    product = tl.sum(tl.load(products + record * pieces + piece, mask=piece < pieces, other=0.0), 0)
-    grad_conserved_key_sum = tl.load(grads + D * E + 2 * D + columns, mask=columns < D, other=0.0)
-    vector = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_eye = identity(p_key, columns, EYE)
+    b_high, b_low = load_memory(p_grads, columns[None, :], values[:, None], D, E, PRECISION)
+    reference, inverse = load_scalar(p_records, REFERENCE, D, E), load_scalar(p_records, INVERSE_MASS, D, E)
+    index = tl.arange(0, PRODUCTS)
+    product = tl.sum(tl.load(p_products + record * products + index, mask=index < products, other=0.0), 0)
+    grad_conserved_key_sum = load_vector(p_grads, CONSERVED_KEY_SUM, columns, D, E)
+    b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
-    vector_conserved = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_weighted_conserved = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights_conserved = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(key_mask, mask_start, start, offset, count)
+        valid = load_valid(p_key_mask, mask_start, start, offset, count)
         inside = offset < count - start
-        k = features(key, k_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        amount = tl.load(outgoing + start + offset, mask=valid, other=1.0)
-        weight = tl.where(valid, -tl.sum(k * grad_conserved_key_sum[None, :], 1) / amount / amount, 0.0)
-        tl.store(grad_outgoing + start + offset, weight, mask=inside)
-        vector += k * weight[:, None]
+        b_key = load_features(p_key, k_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        outgoing = tl.load(p_outgoing + start + offset, mask=valid, other=1.0)
+        weight = tl.where(valid, -tl.sum(b_key * grad_conserved_key_sum[None, :], 1) / outgoing / outgoing, 0.0)
+        tl.store(p_grad_outgoing + start + offset, weight, mask=inside)
+        b_weighted += b_key * weight[:, None]
         weights += weight
         if COMPETITION != "none":
-            seen = tl.zeros((BLOCK,), tl.float32)
+            # ⟨V, k dS⟩, which is dc
+            grad_share = tl.zeros((BLOCK,), tl.float32)
             for tile in tl.range(0, E, BLOCK_E, num_stages=1):
-                v = rows(value, v_row, start, offset, valid, tile + values, E)
+                b_value = load_rows(p_value, v_token, start, offset, valid, tile + values, E)
                 if E > BLOCK_E:
-                    high, low = memory_tile(grads, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
-                x = dot_parts(v, high, low, tl.zeros((BLOCK, BLOCK_D), tl.float32), MULTIPLY)
-                seen += tl.sum(k * x, 1)
-            flow = tl.load(conserved_outgoing + start + offset, mask=valid, other=0.0)
+                    b_high, b_low = load_memory(p_grads, columns[None, :], tile + values[:, None], D, E, PRECISION)
+                b_product = dot_split(b_value, b_high, b_low, tl.zeros((BLOCK, BLOCK_D), tl.float32), PRECISION)
+                grad_share += tl.sum(b_key * b_product, 1)
+            flow = tl.load(p_conserved_outgoing + start + offset, mask=valid, other=0.0)
             share = _competition(flow, clamp, reference, inverse, COMPETITION)
             if COMPETITION == "softmax":
-                weight = share * (seen - product)
+                weight = share * (grad_share - product)
             else:
-                weight = share * seen * (1.0 - sigmoid(clamped(flow, -clamp, clamp), False))
+                weight = share * grad_share * (1.0 - sigmoid(clamped(flow, -clamp, clamp), False))
             weight = tl.where(valid & (tl.abs(flow) <= clamp), weight, 0.0)
-            tl.store(grad_conserved + start + offset, weight, mask=inside)
-            vector_conserved += k * weight[:, None]
+            tl.store(p_grad_conserved + start + offset, weight, mask=inside)
+            b_weighted_conserved += b_key * weight[:, None]
             weights_conserved += weight
-    vectors = own + D * E + columns
-    tl.store(vectors + D, tl.sum(vector, 0) + eps * tl.sum(weights, 0), mask=columns < D)
-    tl.store(vectors + 3 * D, tl.sum(vector_conserved, 0) + eps * tl.sum(weights_conserved, 0), mask=columns < D)
+    grad_query_sum = tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0)
+    store_vector(p_own, QUERY_SUM, columns, grad_query_sum, D, E)
+    grad_conserved_query_sum = tl.sum(b_weighted_conserved, 0) + eps * tl.sum(weights_conserved, 0)
+    store_vector(p_own, CONSERVED_QUERY_SUM, columns, grad_conserved_query_sum, D, E)
 
 
 @kernel
-def grad_query(
-    query, grad, out, query_mask, query_bounds, records, partial, incoming, allocation, exchange,
-    q_batch, q_head, q_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps,
+def grad_query_kernel(
+    p_query, p_grad, p_out, p_query_mask, p_query_bounds, p_records, p_partial, p_incoming, p_allocation, p_overlap,
+    q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
-    MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and dΣk = Σ dI (q + ε)."""
-    q_row = D if DENSE else q_row * ALIGN
-    g_row = E if DENSE else g_row * ALIGN
-    r_row = D if DENSE else r_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
-    records += record * SIZE
-    partial += record * segments * SIZE
-    first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
-    grad = moved(grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, query_bounds)
-    out = moved(out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_row, query_bounds)
+    """Pass 3: dQ, and dΣk = Σ dI (q + ε).
+
+    Grid:   (records · segments,), heads in reverse. A program loops over tiles of E.
+    Reads:  Q, dR; I, α, ⟨dR, R⟩; the finished record of the head; dΣq and d(Σq/I) of all its segments in `partial`.
+    Writes: dQ (B, H, N, D); dΣk of each segment's record in `partial`.
+    """
+    q_token = D if DENSE else q_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    r_token = D if DENSE else r_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_query_bounds is not None, True)
+    p_records = record_at(p_records, record, D, E)
+    p_partial = record_at(p_partial, record * segments, D, E)
+    first, count = locate_tokens(p_query_bounds, sequence, sinks, segment, segments, BLOCK)
+    p_query = token_at(p_query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_token, p_query_bounds)
+    p_grad = token_at(p_grad, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_token, p_query_bounds)
+    p_out = token_at(p_out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_token, p_query_bounds)
     mask_start = sequence * sinks + first
-    incoming += row * sinks + first
-    allocation += row * sinks + first
-    exchange += row * sinks + first
+    p_incoming += row * sinks + first
+    p_allocation += row * sinks + first
+    p_overlap += row * sinks + first
 
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
-    eye = identity(query, columns, EYE)
-    high, low = memory_tile(records, columns[None, :], values[:, None], D, E, MULTIPLY)
-    vectors = records + D * E + columns
-    key_sum = tl.load(vectors, mask=columns < D, other=0.0) + eps
-    conserved_key_sum = tl.load(vectors + 2 * D, mask=columns < D, other=0.0) + eps
-    grad_query_sum = total(partial + D * E + D, segments, SIZE, columns, D, 16)
-    grad_conserved_query_sum = total(partial + D * E + 3 * D, segments, SIZE, columns, D, 16)
-    size, ratio = tl.load(records + D * E + 4 * D), tl.load(records + D * E + 4 * D + 1)
-    vector = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_eye = identity(p_query, columns, EYE)
+    b_high, b_low = load_memory(p_records, columns[None, :], values[:, None], D, E, PRECISION)
+    key_sum = load_vector(p_records, KEY_SUM, columns, D, E) + eps
+    conserved_key_sum = load_vector(p_records, CONSERVED_KEY_SUM, columns, D, E) + eps
+    grad_query_sum = sum_vector(p_partial, QUERY_SUM, segments, columns, D, E)
+    grad_conserved_query_sum = sum_vector(p_partial, CONSERVED_QUERY_SUM, segments, columns, D, E)
+    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
+    b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(query_mask, mask_start, start, offset, count)
-        q = features(query, q_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        inverse = 1.0 / tl.load(incoming + start + offset, mask=valid, other=1.0)
-        share = tl.load(allocation + start + offset, mask=valid, other=0.0)
-        seen = tl.load(exchange + start + offset, mask=valid, other=0.0)
-        weight = -(seen + tl.sum(q * grad_conserved_query_sum[None, :], 1) * inverse) * inverse
+        valid = load_valid(p_query_mask, mask_start, start, offset, count)
+        b_query = load_features(p_query, q_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        inverse = 1.0 / tl.load(p_incoming + start + offset, mask=valid, other=1.0)
+        allocation = tl.load(p_allocation + start + offset, mask=valid, other=0.0)
+        overlap = tl.load(p_overlap + start + offset, mask=valid, other=0.0)
+        weight = -(overlap + tl.sum(b_query * grad_conserved_query_sum[None, :], 1) * inverse) * inverse
         weight = tl.where(valid, weight, 0.0)
-        vector += q * weight[:, None]
+        b_weighted += b_query * weight[:, None]
         weights += weight
 
-        x = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        b_gradient = tl.zeros((BLOCK, BLOCK_D), tl.float32)
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
-            g = rows(grad, g_row, start, offset, valid, tile + values, E)
+            b_grad = load_rows(p_grad, g_token, start, offset, valid, tile + values, E)
             if E > BLOCK_E:
-                high, low = memory_tile(records, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
-            x = dot_parts(g, high, low, x, MULTIPLY)
-        # the derivative of scale·x, and the padding, are cheaper here than for every number
-        factor = tl.where(valid, scale, 0.0)
-        x = x * (share * size * inverse * factor)[:, None] + (weight * factor)[:, None] * key_sum[None, :]
-        x += (inverse * factor)[:, None] * grad_conserved_query_sum[None, :]
-        x += factor[:, None] * grad_query_sum[None, :]
+                b_high, b_low = load_memory(p_records, columns[None, :], tile + values[:, None], D, E, PRECISION)
+            b_gradient = dot_split(b_grad, b_high, b_low, b_gradient, PRECISION)
+        # the derivative of scale·x, and the padding: cheaper per token than per element
+        chain = tl.where(valid, scale, 0.0)
+        b_gradient = b_gradient * (allocation * factor * inverse * chain)[:, None]
+        b_gradient += (weight * chain)[:, None] * key_sum[None, :]
+        b_gradient += (inverse * chain)[:, None] * grad_conserved_query_sum[None, :]
+        b_gradient += chain[:, None] * grad_query_sum[None, :]
         if ALLOCATION == "sigmoid":
-            x += (ratio * (1 - share) * seen * factor)[:, None] * conserved_key_sum[None, :]
-        x = feature_gradient(x, q, MAP)
-        tl.store(
-            out + tl.cast(start, tl.int64) * r_row + (offset[:, None] * r_row + columns[None, :]),
-            rounded(x, out, MULTIPLY),
-            mask=(offset < count - start)[:, None] & (columns < D)[None, :],
-        )
-    vector_sum = tl.sum(vector, 0) + eps * tl.sum(weights, 0)
-    tl.store(partial + segment * SIZE + D * E + columns, vector_sum, mask=columns < D)
+            b_gradient += (ratio * (1 - allocation) * overlap * chain)[:, None] * conserved_key_sum[None, :]
+        b_gradient = feature_gradient(b_gradient, b_query, MAP)
+        store_rows(p_out, r_token, start, offset, offset < count - start, columns, b_gradient, D, PRECISION)
+    grad_key_sum = tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0)
+    store_vector(record_at(p_partial, segment, D, E), KEY_SUM, columns, grad_key_sum, D, E)
 
 
 @triton.jit
-def _of_head(records, grads, columns, eps, D: tl.constexpr, E: tl.constexpr):
+def _load_head(p_record, p_grads, columns, eps, D: tl.constexpr, E: tl.constexpr):
     """Σq + ε, Σq/I + ε, d(Σk/O), the reference and 1/Z of a query head."""
-    vectors, scalars = records + D * E + columns, records + D * E + 4 * D
-    query_sum = tl.load(vectors + D, mask=columns < D, other=0.0) + eps
-    conserved_query_sum = tl.load(vectors + 3 * D, mask=columns < D, other=0.0) + eps
-    grad_conserved_key_sum = tl.load(grads + D * E + 2 * D + columns, mask=columns < D, other=0.0)
-    return query_sum, conserved_query_sum, grad_conserved_key_sum, tl.load(scalars + 2), tl.load(scalars + 3)
+    query_sum = load_vector(p_record, QUERY_SUM, columns, D, E) + eps
+    conserved_query_sum = load_vector(p_record, CONSERVED_QUERY_SUM, columns, D, E) + eps
+    grad_conserved_key_sum = load_vector(p_grads, CONSERVED_KEY_SUM, columns, D, E)
+    reference, inverse = load_scalar(p_record, REFERENCE, D, E), load_scalar(p_record, INVERSE_MASS, D, E)
+    return query_sum, conserved_query_sum, grad_conserved_key_sum, reference, inverse
 
 
 @kernel
-def grad_source(
-    key, value, out_key, out_value, key_mask, key_bounds, records, partial, grads, outgoing, conserved_outgoing,
-    grad_outgoing, grad_conserved,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row, r_batch, r_head, r_row, sources, heads,
-    segments, scale, eps, clamp,
+def grad_source_kernel(
+    p_key, p_value, p_grad_key, p_grad_value, p_key_mask, p_key_bounds, p_records, p_partial, p_grads, p_outgoing,
+    p_conserved_outgoing, p_grad_outgoing, p_grad_conserved,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
+    sources, heads, segments, scale, eps, clamp,
     SHARED: tl.constexpr, COMPETITION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EYE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a key head, summed over the query heads that share it."""
-    k_row = D if DENSE else k_row * ALIGN
-    v_row = E if DENSE else v_row * ALIGN
-    g_row = D if DENSE else g_row * ALIGN
-    r_row = E if DENSE else r_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads // SHARED, key_bounds is not None, True)
-    first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    key = moved(key, sequence, head, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
-    value = moved(value, sequence, head, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
-    out_key = moved(out_key, sequence, head, first, g_batch * ALIGN, g_head * ALIGN, g_row, key_bounds)
-    out_value = moved(out_value, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_row, key_bounds)
+    """Pass 4: dK and dV of a key head, summed over the query heads that share it.
+
+    Grid:   (key heads of all sequences · segments,), heads in reverse. A program loops over tiles of E and over the
+            SHARED query heads.
+    Reads:  K, V; O, Ô, dO, dÔ; records and gradients of the query heads; dΣk of all their segments in `partial`.
+    Writes: dK (B, H_kv, M, D) and dV (B, H_kv, M, E).
+    """
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    dk_token = D if DENSE else dk_token * ALIGN
+    dv_token = E if DENSE else dv_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads // SHARED, p_key_bounds is not None, True)
+    first, count = locate_tokens(p_key_bounds, sequence, sources, segment, segments, BLOCK)
+    p_key = token_at(p_key, sequence, head, first, k_batch * ALIGN, k_head * ALIGN, k_token, p_key_bounds)
+    p_value = token_at(p_value, sequence, head, first, v_batch * ALIGN, v_head * ALIGN, v_token, p_key_bounds)
+    p_grad_key = token_at(p_grad_key, sequence, head, first, dk_batch * ALIGN, dk_head * ALIGN, dk_token, p_key_bounds)
+    p_grad_value = token_at(
+        p_grad_value, sequence, head, first, dv_batch * ALIGN, dv_head * ALIGN, dv_token, p_key_bounds
+    )
     mask_start = sequence * sources + first
-    # of the first query head that shares this key head
-    records += record * SHARED * SIZE
-    grads += record * SHARED * SIZE
-    partial += record * SHARED * segments * SIZE
-    outgoing += row * SHARED * sources + first
-    conserved_outgoing += row * SHARED * sources + first
-    grad_outgoing += row * SHARED * sources + first
-    grad_conserved += row * SHARED * sources + first
+    # those of the first query head that shares this key head
+    p_records = record_at(p_records, record * SHARED, D, E)
+    p_grads = record_at(p_grads, record * SHARED, D, E)
+    p_partial = record_at(p_partial, record * SHARED * segments, D, E)
+    p_outgoing += row * SHARED * sources + first
+    p_conserved_outgoing += row * SHARED * sources + first
+    p_grad_outgoing += row * SHARED * sources + first
+    p_grad_conserved += row * SHARED * sources + first
 
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
-    eye = identity(key, columns, EYE)
-    high, low = memory_tile(grads, columns[:, None], values[None, :], D, E, MULTIPLY)
-    high_t, low_t = memory_tile(grads, columns[None, :], values[:, None], D, E, MULTIPLY)
-    query_sum, conserved_query_sum, grad_conserved_key_sum, reference, mass = _of_head(
-        records, grads, columns, eps, D, E
+    b_eye = identity(p_key, columns, EYE)
+    b_high, b_low = load_memory(p_grads, columns[:, None], values[None, :], D, E, PRECISION)
+    b_high_t, b_low_t = load_memory(p_grads, columns[None, :], values[:, None], D, E, PRECISION)
+    query_sum, conserved_query_sum, grad_conserved_key_sum, reference, inverse = _load_head(
+        p_records, p_grads, columns, eps, D, E
     )
     grad_key_sum = tl.zeros((BLOCK_D,), tl.float32)
-    for other in range(SHARED):
-        grad_key_sum += total(partial + other * segments * SIZE + D * E, segments, SIZE, columns, D, 16)
+    for member in range(SHARED):
+        p_member = record_at(p_partial, member * segments, D, E)
+        grad_key_sum += sum_vector(p_member, KEY_SUM, segments, columns, D, E)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(key_mask, mask_start, start, offset, count)
+        valid = load_valid(p_key_mask, mask_start, start, offset, count)
         inside = offset < count - start
-        k = features(key, k_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        factor = tl.where(valid, scale, 0.0)
-        x = factor[:, None] * grad_key_sum[None, :]
+        b_key = load_features(p_key, k_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        chain = tl.where(valid, scale, 0.0)
+        b_grad_key = chain[:, None] * grad_key_sum[None, :]
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
-            v = rows(value, v_row, start, offset, valid, tile + values, E)
-            y = tl.zeros((BLOCK, BLOCK_E), tl.float32)
-            # not pipelined: several dS at once would not fit into shared memory
+            b_value = load_rows(p_value, v_token, start, offset, valid, tile + values, E)
+            b_grad_value = tl.zeros((BLOCK, BLOCK_E), tl.float32)
+            # not pipelined: dS of several heads would not fit into shared memory
             for member in tl.range(0, SHARED, num_stages=1):
                 if SHARED > 1:
-                    query_sum, conserved_query_sum, grad_conserved_key_sum, reference, mass = _of_head(
-                        records + member * SIZE, grads + member * SIZE, columns, eps, D, E
+                    p_record, p_member = record_at(p_records, member, D, E), record_at(p_grads, member, D, E)
+                    query_sum, conserved_query_sum, grad_conserved_key_sum, reference, inverse = _load_head(
+                        p_record, p_member, columns, eps, D, E
                     )
                 if E > BLOCK_E or SHARED > 1:
-                    own = grads + member * SIZE
-                    high, low = memory_tile(own, columns[:, None], tile + values[None, :], D, E, MULTIPLY)
-                    high_t, low_t = memory_tile(own, columns[None, :], tile + values[:, None], D, E, MULTIPLY)
+                    p_own = record_at(p_grads, member, D, E)
+                    b_high, b_low = load_memory(p_own, columns[:, None], tile + values[None, :], D, E, PRECISION)
+                    b_high_t, b_low_t = load_memory(p_own, columns[None, :], tile + values[:, None], D, E, PRECISION)
                 token = member * tl.cast(sources, tl.int64) + start + offset
-                flow = tl.load(conserved_outgoing + token, mask=valid, other=0.0)
-                share = tl.where(valid, _competition(flow, clamp, reference, mass, COMPETITION), 0.0)
-                zero = tl.zeros((BLOCK, BLOCK_E), tl.float32)
-                y += dot_parts(k, high, low, zero, MULTIPLY) * share[:, None]
-                zero = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-                x += dot_parts(v, high_t, low_t, zero, MULTIPLY) * (share * factor)[:, None]
+                flow = tl.load(p_conserved_outgoing + token, mask=valid, other=0.0)
+                share = tl.where(valid, _competition(flow, clamp, reference, inverse, COMPETITION), 0.0)
+                b_zero = tl.zeros((BLOCK, BLOCK_E), tl.float32)
+                b_grad_value += dot_split(b_key, b_high, b_low, b_zero, PRECISION) * share[:, None]
+                b_zero = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+                b_grad_key += dot_split(b_value, b_high_t, b_low_t, b_zero, PRECISION) * (share * chain)[:, None]
                 if tile == 0:
-                    inverse = factor / tl.load(outgoing + token, mask=valid, other=1.0)
-                    weight = factor * tl.load(grad_outgoing + token, mask=valid, other=0.0)
-                    x += inverse[:, None] * grad_conserved_key_sum[None, :] + weight[:, None] * query_sum[None, :]
+                    inverse_outgoing = chain / tl.load(p_outgoing + token, mask=valid, other=1.0)
+                    weight = chain * tl.load(p_grad_outgoing + token, mask=valid, other=0.0)
+                    b_grad_key += (
+                        inverse_outgoing[:, None] * grad_conserved_key_sum[None, :]
+                        + weight[:, None] * query_sum[None, :]
+                    )
                     if COMPETITION != "none":
-                        weight = factor * tl.load(grad_conserved + token, mask=valid, other=0.0)
-                        x += weight[:, None] * conserved_query_sum[None, :]
-            tl.store(
-                out_value + tl.cast(start, tl.int64) * r_row + (offset[:, None] * r_row + (tile + values)[None, :]),
-                rounded(y, out_value, MULTIPLY),
-                mask=inside[:, None] & (tile + values < E)[None, :],
-            )
-        x = feature_gradient(x, k, MAP)
-        tl.store(
-            out_key + tl.cast(start, tl.int64) * g_row + (offset[:, None] * g_row + columns[None, :]),
-            rounded(x, out_key, MULTIPLY),
-            mask=inside[:, None] & (columns < D)[None, :],
-        )
+                        weight = chain * tl.load(p_grad_conserved + token, mask=valid, other=0.0)
+                        b_grad_key += weight[:, None] * conserved_query_sum[None, :]
+            store_rows(p_grad_value, dv_token, start, offset, inside, tile + values, b_grad_value, E, PRECISION)
+        b_grad_key = feature_gradient(b_grad_key, b_key, MAP)
+        store_rows(p_grad_key, dk_token, start, offset, inside, columns, b_grad_key, D, PRECISION)

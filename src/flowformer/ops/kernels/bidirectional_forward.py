@@ -1,4 +1,12 @@
-"""The forward kernels of bidirectional Flow-Attention, in the order of their launches; see `bidirectional.py`."""
+"""The forward kernels of bidirectional Flow-Attention, in the order of their launches.
+
+Each program walks over the tokens of one segment of one head, BLOCK at a time, and writes what it adds up to its own
+record (`records.py`); the next kernel adds the records of a head in a fixed order, so results are deterministic. Where a
+head is one segment (WHOLE), the record of its segment is that of the head, and `finish_kernel` is not launched.
+
+Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); per token (B·H, N) or (B·H, M), float32. Packed
+sequences are one row of a batch, (1, H, T, D), with bounds (B + 1,). Math: docs/kernels.md.
+"""
 
 from __future__ import annotations
 
@@ -6,166 +14,193 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    add_eps,
     clamped,
-    dot_parts,
-    dot_transposed,
-    features,
     identity,
-    memory_tile,
-    moved,
-    place,
-    raised,
-    rounded,
-    rows,
-    span,
-    total,
-    valid_tokens,
+    load_features,
+    load_memory,
+    load_rows,
+    load_valid,
+    locate_head,
+    locate_tokens,
+    store_rows,
+    token_at,
 )
 from .features import sigmoid
-
-_VARYING = {f"{tensor}_{axis}" for tensor in "qkvgr" for axis in ("batch", "head", "row")}
-_VARYING |= {"sinks", "sources", "heads", "segments"}
-
-
-def kernel(function):
-    """Jits a kernel that is compiled once for all lengths and strides: `launch.Strides` says what is known of those."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[name for name in names if name in _VARYING])
+from .launch import kernel
+from .precision import dot_split, dot_transposed
+from .records import (
+    CONSERVED_KEY_SUM,
+    CONSERVED_QUERY_SUM,
+    FACTOR,
+    INVERSE_MASS,
+    KEY_SUM,
+    MASS,
+    QUERY_SUM,
+    RATIO,
+    REFERENCE,
+    SINKS,
+    SOURCES,
+    load_scalar,
+    load_vector,
+    record_at,
+    store_scalar,
+    store_vector,
+    sum_segments,
+    sum_vector,
+    vector_at,
+)
 
 
 @triton.jit
-def _sum_of(
-    x, stride, mask, mask_start, count, record, scale,
-    VECTOR: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAP: tl.constexpr,
-    FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+def _sum_features(
+    p_x, stride, p_mask, mask_start, count, p_record, scale,
+    VECTOR: tl.constexpr, SCALAR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Σφ of a segment and the number of its valid tokens, into its record."""
     columns, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    eye = identity(x, columns, EYE)
-    result = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_eye = identity(p_x, columns, EYE)
+    b_sum = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     tokens = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(mask, mask_start, start, offset, count)
-        phi = features(x, stride, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
+        valid = load_valid(p_mask, mask_start, start, offset, count)
+        b_phi = load_features(p_x, stride, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
         weight = valid.to(tl.float32)
-        result += phi * weight[:, None]
+        b_sum += b_phi * weight[:, None]
         tokens += weight
-    tl.store(record + VECTOR + columns, tl.sum(result, 0), mask=columns < D)
-    tl.store(record + COUNT, tl.sum(tokens, 0))
+    store_vector(p_record, VECTOR, columns, tl.sum(b_sum, 0), D, E)
+    store_scalar(p_record, SCALAR, tl.sum(tokens, 0), D, E)
 
 
 @kernel
-def sums(
-    query, key, query_mask, key_mask, query_bounds, key_bounds, partial,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale,
+def sums_kernel(
+    p_query, p_key, p_query_mask, p_key_mask, p_query_bounds, p_key_bounds, p_partial,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, sinks, sources, heads, segments, scale,
     SHARED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
     DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σq by one half of the programs and Σk by the other, and how many tokens they are of."""
-    q_row = D if DENSE else q_row * ALIGN
-    k_row = D if DENSE else k_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, _ = place(segments, heads, query_bounds is not None, False)
-    own = partial + (record * segments + segment) * SIZE
+    """Pass 1: Σq and Σk, and how many valid tokens they are of.
+
+    Grid:   (records · segments, 2). Programs (·, 0) sum queries, programs (·, 1) keys.
+    Reads:  Q, K.
+    Writes: Σk, Σq, m, n of each segment's record in `partial`.
+    """
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    segment, sequence, head, record, _ = locate_head(segments, heads, p_query_bounds is not None, False)
+    p_own = record_at(p_partial, record * segments + segment, D, E)
     if tl.program_id(1) == 0:
-        first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-        query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
-        _sum_of(
-            query, q_row, query_mask, sequence * sinks + first, count, own, scale,
-            D * E + D, D * E + 4 * D + 1, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
+        first, count = locate_tokens(p_query_bounds, sequence, sinks, segment, segments, BLOCK)
+        p_query = token_at(p_query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_token, p_query_bounds)
+        _sum_features(
+            p_query, q_token, p_query_mask, sequence * sinks + first, count, p_own, scale,
+            QUERY_SUM, SINKS, D, E, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
     else:
-        first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-        key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
-        _sum_of(
-            key, k_row, key_mask, sequence * sources + first, count, own, scale,
-            D * E, D * E + 4 * D, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
+        first, count = locate_tokens(p_key_bounds, sequence, sources, segment, segments, BLOCK)
+        p_key = token_at(p_key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_token, p_key_bounds)
+        _sum_features(
+            p_key, k_token, p_key_mask, sequence * sources + first, count, p_own, scale,
+            KEY_SUM, SOURCES, D, E, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
-def _flow_of(
-    x, stride, mask, mask_start, count, records, segment, segments, flow, scale, eps, flow_eps,
-    READ: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr,
+def _sum_conserved(
+    p_x, stride, p_mask, mask_start, count, p_records, segment, segments, p_flow, scale, eps, flow_eps,
+    READ: tl.constexpr, WRITE: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_D: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """The flow of each token to the sum READ, and Σφ/flow of a segment, into the vector WRITE of its record."""
     columns, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
-    eye = identity(x, columns, EYE)
-    other = raised(total(records + READ, segments, SIZE, columns, D, 16), columns, eps, D)
-    constant = eps * tl.sum(other, 0) + flow_eps
-    result = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    b_eye = identity(p_x, columns, EYE)
+    total = add_eps(sum_vector(p_records, READ, segments, columns, D, E), columns, eps, D)
+    constant = eps * tl.sum(total, 0) + flow_eps
+    b_sum = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(mask, mask_start, start, offset, count)
-        phi = features(x, stride, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        amount = tl.sum(phi * other[None, :], 1) + constant
+        valid = load_valid(p_mask, mask_start, start, offset, count)
+        b_phi = load_features(p_x, stride, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        flow = tl.sum(b_phi * total[None, :], 1) + constant
         if KEEP:
-            tl.store(flow + start + offset, amount, mask=offset < count - start)
-        result += phi * tl.where(valid, 1.0 / amount, 0.0)[:, None]
-    tl.store(records + segment * SIZE + WRITE + columns, tl.sum(result, 0), mask=columns < D)
+            tl.store(p_flow + start + offset, flow, mask=offset < count - start)
+        b_sum += b_phi * tl.where(valid, 1.0 / flow, 0.0)[:, None]
+    store_vector(record_at(p_records, segment, D, E), WRITE, columns, tl.sum(b_sum, 0), D, E)
 
 
 @kernel
-def flows(
-    query, key, query_mask, key_mask, query_bounds, key_bounds, partial, incoming, outgoing,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, sinks, sources, heads, segments, scale, eps, flow_eps,
+def flows_kernel(
+    p_query, p_key, p_query_mask, p_key_mask, p_query_bounds, p_key_bounds, p_partial, p_incoming, p_outgoing,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, sinks, sources, heads, segments, scale, eps, flow_eps,
     SHARED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """I and Σq/I by one half of the programs, O and Σk/O by the other."""
-    q_row = D if DENSE else q_row * ALIGN
-    k_row = D if DENSE else k_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
-    records = partial + record * segments * SIZE
+    """Pass 2: the flows I and O, and the sums Σq/I and Σk/O.
+
+    Grid:   (records · segments, 2), heads in reverse. Programs (·, 0) work on queries, programs (·, 1) on keys.
+    Reads:  Q, K; Σk and Σq of all segments of the head in `partial`.
+    Writes: I (B·H, N); O (B·H, M) if a backward pass is to KEEP it; Σk/O and Σq/I of each segment's record.
+    """
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_query_bounds is not None, True)
+    p_records = record_at(p_partial, record * segments, D, E)
     if tl.program_id(1) == 0:
-        first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-        query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
-        _flow_of(
-            query, q_row, query_mask, sequence * sinks + first, count, records, segment, segments,
-            incoming + row * sinks + first, scale, eps, flow_eps,
-            D * E, D * E + 3 * D, SIZE, True, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
+        first, count = locate_tokens(p_query_bounds, sequence, sinks, segment, segments, BLOCK)
+        p_query = token_at(p_query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_token, p_query_bounds)
+        _sum_conserved(
+            p_query, q_token, p_query_mask, sequence * sinks + first, count, p_records, segment, segments,
+            p_incoming + row * sinks + first, scale, eps, flow_eps,
+            KEY_SUM, CONSERVED_QUERY_SUM, True, D, E, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
     else:
-        first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-        key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
-        _flow_of(
-            key, k_row, key_mask, sequence * sources + first, count, records, segment, segments,
-            outgoing + row * sources + first, scale, eps, flow_eps,
-            D * E + D, D * E + 2 * D, SIZE, KEEP, D, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
+        first, count = locate_tokens(p_key_bounds, sequence, sources, segment, segments, BLOCK)
+        p_key = token_at(p_key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_token, p_key_bounds)
+        _sum_conserved(
+            p_key, k_token, p_key_mask, sequence * sources + first, count, p_records, segment, segments,
+            p_outgoing + row * sources + first, scale, eps, flow_eps,
+            QUERY_SUM, CONSERVED_KEY_SUM, KEEP, D, E, BLOCK_D, MAP, FAST, EYE, BLOCK, STAGES,
         )  # fmt: skip
 
 
 @kernel
-def memory(
-    key, value, key_mask, key_bounds, partial, conserved_outgoing,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, sources, heads, segments, scale, eps, flow_eps, clamp,
+def memory_kernel(
+    p_key, p_value, p_key_mask, p_key_bounds, p_partial, p_conserved_outgoing,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, sources, heads, segments, scale, eps, flow_eps, clamp,
     SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, WHOLE: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr,
-    DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, MULTIPLY: tl.constexpr,
+    DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Ô, the mass exp(Ô − reference) of the sources, and S weighted by it; of a WHOLE head, its finished record."""
-    k_row = D if DENSE else k_row * ALIGN
-    v_row = E if DENSE else v_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, key_bounds is not None, False)
-    records = partial + record * segments * SIZE
-    own = records + segment * SIZE
-    first, count = span(key_bounds, sequence, sources, segment, segments, BLOCK)
-    key = moved(key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_row, key_bounds)
-    value = moved(value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_row, key_bounds)
+    """Pass 3: Ô, and S weighted by exp(Ô − reference), the mass of each source.
+
+    Grid:   (records · segments, tiles of E).
+    Reads:  K, V; Σq/I of all segments of the head in `partial`.
+    Writes: Ô (B·H, M) if a backward pass is to KEEP it; S, reference and mass of each segment's record, which of a
+            WHOLE head is finished.
+    """
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_key_bounds is not None, False)
+    p_records = record_at(p_partial, record * segments, D, E)
+    p_own = record_at(p_records, segment, D, E)
+    first, count = locate_tokens(p_key_bounds, sequence, sources, segment, segments, BLOCK)
+    p_key = token_at(p_key, sequence, head // SHARED, first, k_batch * ALIGN, k_head * ALIGN, k_token, p_key_bounds)
+    p_value = token_at(p_value, sequence, head // SHARED, first, v_batch * ALIGN, v_head * ALIGN, v_token, p_key_bounds)
     mask_start = sequence * sources + first
-    conserved_outgoing += row * sources + first
+    p_conserved_outgoing += row * sources + first
 
     columns, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     values = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    eye = identity(key, columns, EYE)
-    conserved_query_sum = raised(total(records + D * E + 3 * D, segments, SIZE, columns, D, 16), columns, eps, D)
+    b_eye = identity(p_key, columns, EYE)
+    conserved_query_sum = sum_vector(p_records, CONSERVED_QUERY_SUM, segments, columns, D, E)
+    conserved_query_sum = add_eps(conserved_query_sum, columns, eps, D)
     constant = eps * tl.sum(conserved_query_sum, 0) + flow_eps
 
-    # Ô is not negative, and Σ_i q_i/I_i bounds it where φ ≤ 1: exp needs no reference unless the bound is large
+    # Ô is not negative, and at most Σ_i q_i/I_i where φ ≤ 1: exp needs a reference only where that bound is large
     reference = tl.zeros((), tl.float32)
     if COMPETITION == "softmax":
         bound = clamp
@@ -173,20 +208,20 @@ def memory(
             bound = tl.minimum(clamp, tl.sum(conserved_query_sum, 0) + constant)
         if bound > 40:
             for start in tl.range(0, count, BLOCK):
-                valid = valid_tokens(key_mask, mask_start, start, offset, count)
-                k = features(key, k_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-                flow = clamped(tl.sum(k * conserved_query_sum[None, :], 1) + constant, -clamp, clamp)
+                valid = load_valid(p_key_mask, mask_start, start, offset, count)
+                b_key = load_features(p_key, k_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+                flow = clamped(tl.sum(b_key * conserved_query_sum[None, :], 1) + constant, -clamp, clamp)
                 reference = tl.maximum(reference, tl.max(tl.where(valid, flow, 0.0), 0))
 
-    result = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
+    b_memory = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(key_mask, mask_start, start, offset, count)
-        k = features(key, k_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
-        v = rows(value, v_row, start, offset, valid, values, E)
-        flow = tl.sum(k * conserved_query_sum[None, :], 1) + constant
+        valid = load_valid(p_key_mask, mask_start, start, offset, count)
+        b_key = load_features(p_key, k_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
+        b_value = load_rows(p_value, v_token, start, offset, valid, values, E)
+        flow = tl.sum(b_key * conserved_query_sum[None, :], 1) + constant
         if KEEP and tl.program_id(1) == 0:
-            tl.store(conserved_outgoing + start + offset, flow, mask=offset < count - start)
+            tl.store(p_conserved_outgoing + start + offset, flow, mask=offset < count - start)
         flow = clamped(flow, -clamp, clamp)
         if COMPETITION == "softmax":
             weight = tl.exp(flow - reference)
@@ -196,126 +231,134 @@ def memory(
             weight = tl.full((BLOCK,), 1.0, tl.float32)
         weight = tl.where(valid, weight, 0.0)
         mass += weight
-        result = dot_transposed(k * weight[:, None], v, result, MULTIPLY)
-    scalars = own + D * E + 4 * D
-    own += columns[:, None] * E + values[None, :]
+        b_memory = dot_transposed(b_key * weight[:, None], b_value, b_memory, PRECISION)
+    p_memory = p_own + (columns[:, None] * E + values[None, :])
     inside = (columns < D)[:, None] & (values < E)[None, :]
     if WHOLE:
-        m, n = tl.load(scalars), tl.load(scalars + 1)
-        inverse = _inverse(tl.sum(mass, 0), m, COMPETITION)
-        tl.store(own, result * inverse, mask=inside)
-        # all threads have loaded what one of them will store
+        m, n = load_scalar(p_own, SOURCES, D, E), load_scalar(p_own, SINKS, D, E)
+        inverse = _inverse_mass(tl.sum(mass, 0), m, COMPETITION)
+        tl.store(p_memory, b_memory * inverse, mask=inside)
+        # the scalars stored next are those just loaded: all threads must have loaded them
         tl.debug_barrier()
         if tl.program_id(1) == 0:
-            _store_scalars(scalars, m, n, reference, inverse, COMPETITION, RESCALE)
+            _store_finished(p_own, m, n, reference, inverse, COMPETITION, RESCALE, D, E)
     else:
-        tl.store(own, result, mask=inside)
+        tl.store(p_memory, b_memory, mask=inside)
         if tl.program_id(1) == 0:
-            tl.store(scalars + 2, reference)
-            tl.store(scalars + 3, tl.sum(mass, 0))
+            store_scalar(p_own, REFERENCE, reference, D, E)
+            store_scalar(p_own, MASS, tl.sum(mass, 0), D, E)
 
 
 @triton.jit
-def _inverse(mass, m, COMPETITION: tl.constexpr):
-    """1/Z, of the mass of all sources of a head."""
+def _inverse_mass(mass, m, COMPETITION: tl.constexpr):
+    """1/Z, from the mass of all sources of a head."""
     if COMPETITION != "softmax":
         mass = m
     return tl.where(mass > 0, 1.0 / mass, 0.0)
 
 
 @triton.jit
-def _store_scalars(scalars, m, n, reference, inverse, COMPETITION: tl.constexpr, RESCALE: tl.constexpr):
-    tl.store(scalars, m if RESCALE or COMPETITION != "softmax" else 1.0)
-    tl.store(scalars + 1, n / tl.maximum(m, 1.0) if RESCALE else 1.0)
-    tl.store(scalars + 2, reference)
-    tl.store(scalars + 3, inverse)
+def _store_finished(
+    p_record, m, n, reference, inverse, COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """The scalars of a finished head."""
+    store_scalar(p_record, FACTOR, m if RESCALE or COMPETITION != "softmax" else 1.0, D, E)
+    store_scalar(p_record, RATIO, n / tl.maximum(m, 1.0) if RESCALE else 1.0, D, E)
+    store_scalar(p_record, REFERENCE, reference, D, E)
+    store_scalar(p_record, INVERSE_MASS, inverse, D, E)
 
 
 @kernel
-def finish(
-    partial, records, segments,
+def finish_kernel(
+    p_partial, p_records, segments,
     COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """The record of a head from those of its segments, of which there are several."""
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    partial += tl.program_id(0).to(tl.int64) * segments * SIZE
-    records += tl.program_id(0).to(tl.int64) * SIZE
+    """The record of each head from those of its segments, of which there are several.
+
+    Grid:   (records, chunks of S).
+    Reads:  `partial`, the records of all segments of the head.
+    Writes: `records`, one finished record a head.
+    """
+    p_partial = record_at(p_partial, tl.program_id(0).to(tl.int64) * segments, D, E)
+    p_records = record_at(p_records, tl.program_id(0).to(tl.int64), D, E)
     m, n, mass, reference = 0.0, 0.0, 0.0, 0.0
     for start in range(0, segments, 16):
         segment = start + tl.arange(0, 16)
-        kept = segment < segments
-        scalars = partial + segment * SIZE + D * E + 4 * D
-        m += tl.sum(tl.load(scalars, mask=kept, other=0.0), 0)
-        n += tl.sum(tl.load(scalars + 1, mask=kept, other=0.0), 0)
-        reference = tl.maximum(reference, tl.max(tl.load(scalars + 2, mask=kept, other=0.0), 0))
+        keep = segment < segments
+        p_each = record_at(p_partial, segment, D, E)
+        m += tl.sum(load_scalar(p_each, SOURCES, D, E, keep), 0)
+        n += tl.sum(load_scalar(p_each, SINKS, D, E, keep), 0)
+        reference = tl.maximum(reference, tl.max(load_scalar(p_each, REFERENCE, D, E, keep), 0))
 
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    result = tl.zeros((CHUNK,), tl.float32)
+    memory = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, segments, 4):
         segment = start + tl.arange(0, 4)
-        kept = segment < segments
-        scalars = partial + segment * SIZE + D * E + 4 * D
-        weight = tl.exp(tl.load(scalars + 2, mask=kept, other=0.0) - reference)
-        mass += tl.sum(weight * tl.load(scalars + 3, mask=kept, other=0.0), 0)
-        kept = kept[:, None] & (index < D * E)[None, :]
-        part = tl.load(partial + segment[:, None] * SIZE + index[None, :], mask=kept, other=0.0)
-        result += tl.sum(part * weight[:, None], 0)
-    inverse = _inverse(mass, m, COMPETITION)
-    tl.store(records + index, result * inverse, mask=index < D * E)
+        keep = segment < segments
+        p_each = record_at(p_partial, segment, D, E)
+        weight = tl.exp(load_scalar(p_each, REFERENCE, D, E, keep) - reference)
+        mass += tl.sum(weight * load_scalar(p_each, MASS, D, E, keep), 0)
+        keep = keep[:, None] & (index < D * E)[None, :]
+        b_part = tl.load(record_at(p_partial, segment[:, None], D, E) + index[None, :], mask=keep, other=0.0)
+        memory += tl.sum(b_part * weight[:, None], 0)
+    inverse = _inverse_mass(mass, m, COMPETITION)
+    tl.store(p_records + index, memory * inverse, mask=index < D * E)
     if tl.program_id(1) == 0:
         columns = tl.arange(0, VECTORS)
-        vectors = total(partial + D * E, segments, SIZE, columns, 4 * D, 4)
-        tl.store(records + D * E + columns, vectors, mask=columns < 4 * D)
-        _store_scalars(records + D * E + 4 * D, m, n, reference, inverse, COMPETITION, RESCALE)
+        # all four at once
+        vectors = sum_segments(vector_at(p_partial, KEY_SUM, D, E), segments, columns, 4 * D, 4, D, E)
+        tl.store(vector_at(p_records, KEY_SUM, D, E) + columns, vectors, mask=columns < 4 * D)
+        _store_finished(p_records, m, n, reference, inverse, COMPETITION, RESCALE, D, E)
 
 
 @kernel
-def result(
-    query, out, query_mask, query_bounds, records, incoming, allocation,
-    q_batch, q_head, q_row, r_batch, r_head, r_row, sinks, heads, segments, scale, eps, flow_eps,
+def result_kernel(
+    p_query, p_out, p_query_mask, p_query_bounds, p_records, p_incoming, p_allocation,
+    q_batch, q_head, q_token, r_batch, r_head, r_token, sinks, heads, segments, scale, eps, flow_eps,
     KEEP: tl.constexpr, ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    EYE: tl.constexpr, MULTIPLY: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EYE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Î, α and R."""
-    q_row = D if DENSE else q_row * ALIGN
-    r_row = E if DENSE else r_row * ALIGN
-    SIZE: tl.constexpr = D * E + 4 * D + 4
-    segment, sequence, head, record, row = place(segments, heads, query_bounds is not None, True)
-    records += record * SIZE
-    first, count = span(query_bounds, sequence, sinks, segment, segments, BLOCK)
-    query = moved(query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_row, query_bounds)
-    out = moved(out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_row, query_bounds)
+    """Pass 4: Î, α and R = α μ/I · q S.
+
+    Grid:   (records · segments,), heads in reverse. A program loops over tiles of E.
+    Reads:  Q; I; the finished record of the head.
+    Writes: R (B, H, N, E); α (B·H, N) if a backward pass is to KEEP it.
+    """
+    q_token = D if DENSE else q_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
+    segment, sequence, head, record, row = locate_head(segments, heads, p_query_bounds is not None, True)
+    p_records = record_at(p_records, record, D, E)
+    first, count = locate_tokens(p_query_bounds, sequence, sinks, segment, segments, BLOCK)
+    p_query = token_at(p_query, sequence, head, first, q_batch * ALIGN, q_head * ALIGN, q_token, p_query_bounds)
+    p_out = token_at(p_out, sequence, head, first, r_batch * ALIGN, r_head * ALIGN, r_token, p_query_bounds)
     mask_start = sequence * sinks + first
-    incoming += row * sinks + first
-    allocation += row * sinks + first
+    p_incoming += row * sinks + first
+    p_allocation += row * sinks + first
 
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
-    eye = identity(query, columns, EYE)
-    high, low = memory_tile(records, columns[:, None], values[None, :], D, E, MULTIPLY)
-    conserved_key_sum = tl.load(records + D * E + 2 * D + columns, mask=columns < D, other=0.0)
-    conserved_key_sum = raised(conserved_key_sum, columns, eps, D)
+    b_eye = identity(p_query, columns, EYE)
+    b_high, b_low = load_memory(p_records, columns[:, None], values[None, :], D, E, PRECISION)
+    conserved_key_sum = add_eps(load_vector(p_records, CONSERVED_KEY_SUM, columns, D, E), columns, eps, D)
     constant = eps * tl.sum(conserved_key_sum, 0) + flow_eps
-    size, ratio = tl.load(records + D * E + 4 * D), tl.load(records + D * E + 4 * D + 1)
+    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
-        valid = valid_tokens(query_mask, mask_start, start, offset, count)
+        valid = load_valid(p_query_mask, mask_start, start, offset, count)
         inside = offset < count - start
-        q = features(query, q_row, start, offset, valid, columns, eye, scale, D, MAP, FAST, EYE)
+        b_query = load_features(p_query, q_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
         if ALLOCATION == "sigmoid":
-            share = sigmoid((tl.sum(q * conserved_key_sum[None, :], 1) + constant) * ratio, False)
+            allocation = sigmoid((tl.sum(b_query * conserved_key_sum[None, :], 1) + constant) * ratio, False)
         else:
-            share = tl.full((BLOCK,), 1.0, tl.float32)
-        share = tl.where(valid, share, 0.0)
+            allocation = tl.full((BLOCK,), 1.0, tl.float32)
+        allocation = tl.where(valid, allocation, 0.0)
         if KEEP:
-            tl.store(allocation + start + offset, share, mask=inside)
-        received = share * size / tl.load(incoming + start + offset, mask=inside, other=1.0)
+            tl.store(p_allocation + start + offset, allocation, mask=inside)
+        received = allocation * factor / tl.load(p_incoming + start + offset, mask=inside, other=1.0)
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             if E > BLOCK_E:
-                high, low = memory_tile(records, columns[:, None], tile + values[None, :], D, E, MULTIPLY)
-            x = dot_parts(q, high, low, tl.zeros((BLOCK, BLOCK_E), tl.float32), MULTIPLY)
-            tl.store(
-                out + tl.cast(start, tl.int64) * r_row + (offset[:, None] * r_row + (tile + values)[None, :]),
-                rounded(x * received[:, None], out, MULTIPLY),
-                mask=inside[:, None] & (tile + values < E)[None, :],
-            )
+                b_high, b_low = load_memory(p_records, columns[:, None], tile + values[None, :], D, E, PRECISION)
+            b_result = dot_split(b_query, b_high, b_low, tl.zeros((BLOCK, BLOCK_E), tl.float32), PRECISION)
+            b_result *= received[:, None]
+            store_rows(p_out, r_token, start, offset, inside, tile + values, b_result, E, PRECISION)

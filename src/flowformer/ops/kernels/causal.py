@@ -18,7 +18,8 @@ from ..variant import FlowVariant
 from ..varlen import check_bounds
 from .causal_plan import config, kept_sizes, plan_of, segment_count, state_sizes
 from .decode import decode
-from .launch import arguments, contiguous, dense, empty
+from .launch import arguments
+from .plan import contiguous, dense, empty
 
 
 def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:

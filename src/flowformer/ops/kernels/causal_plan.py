@@ -14,7 +14,8 @@ from ..variant import FlowVariant
 from . import causal_backward, causal_forward, causal_gradient, causal_parts
 from .features import CENTRES, fast
 from .hardware import num_sms
-from .launch import PLAN_CACHE_SIZE, Argument, Kernel, Launches, Strides, aligned, signature
+from .launch import Argument, Kernel, Launches
+from .plan import PLAN_CACHE_SIZE, Strides, aligned, signature
 
 SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
 BUSY = 0.75  # share of the SMs that whole heads must occupy for only long ones to be cut

@@ -17,7 +17,8 @@ from ..common import VARIANT, State, empty_result, register
 from ..variant import FlowVariant
 from .causal_parts import NOTHING, bounded, log_add
 from .features import feature, sigmoid
-from .launch import PLAN_CACHE_SIZE, Kernel, Launches, signature
+from .launch import Kernel, Launches
+from .plan import PLAN_CACHE_SIZE, signature
 
 
 @triton.jit

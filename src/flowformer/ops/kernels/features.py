@@ -18,11 +18,6 @@ def fast(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
-def float32_precision() -> str:
-    """How float32 is multiplied: on tensor cores where torch may round its factors too, else with all bits."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 @triton.jit
 def _half_sigmoid(x):
     """The sigmoid of 2x: one special-function instruction instead of two and a division."""

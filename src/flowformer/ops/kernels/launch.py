@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import os
 import signal
 import threading
@@ -23,11 +22,22 @@ import torch
 import triton
 from torch import Tensor
 
-PLAN_CACHE_SIZE = 512
 # Releases whose launcher was replayed on a GPU: it takes (grid, stream, function, metadata, hooks, arguments). With any
 # other release every call goes through Triton's own launch.
 REPLAYABLE = ("3.6.",)
 STREAM = 3  # where that launcher takes the stream
+
+
+# Kernels are not compiled for lengths and strides; `plan.Strides` says what is known of strides.
+_TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "a", "b", "u", "m")
+_RUNTIME = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")}
+_RUNTIME |= {"sinks", "sources", "heads", "shared", "length", "size", "segments", "plane"}
+
+
+def kernel(function: Callable) -> Any:
+    """Jits a kernel that is compiled once for all lengths and strides."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in names if name in _RUNTIME])
 
 
 class Argument(NamedTuple):
@@ -224,56 +234,7 @@ def _replay(recorded: Sequence[tuple], device: int, tensors: Sequence[Any]) -> N
         run(*values)
 
 
-class Strides(NamedTuple):
-    """The strides of batch, head and token of several tensors, as kernels take them.
-
-    A kernel is compiled for what all strides have in common, not for each of them: `numbers` are in units of ALIGN, a
-    power of two, and DENSE says that tokens are as far apart as they are wide.
-    """
-
-    numbers: list[int]
-    constants: dict[str, Any]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Strides:
-        """From pairs of shape (B, H, N, D) and stride."""
-        tensors = list(tensors)
-        # along an axis of one there is nowhere to go
-        strides = [
-            [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride in tensors
-        ]
-        bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
-        align = bits & -bits
-        dense = all(shape[2] <= 1 or stride[2] == shape[3] for shape, stride in tensors)
-        return cls([s // align for s in itertools.chain(*strides)], {"ALIGN": align, "DENSE": dense})
-
-
-def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Uninitialised numbers, in one tensor: to ask for several takes longer than a kernel runs."""
-    return torch.empty(sum(sizes), dtype=torch.float32, device=device)
-
-
-def signature(tensors: Iterable[Tensor | None]) -> tuple:
-    """What Triton may have compiled a kernel for, of each tensor."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
-
-
 def device_of(x: Tensor) -> AbstractContextManager:
     """Makes the device of x the current one, which Triton launches on."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()
-
-
-def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
-    *_, row, column = x.stride()
-    return x if (column == 1 or x.shape[-1] == 1) and row < 2**22 else x.contiguous()
-
-
-def contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def aligned(count):
-    """Rounded up, so that what follows in memory is as aligned at every length; symbolic if the count is."""
-    return (count + 3) // 4 * 4

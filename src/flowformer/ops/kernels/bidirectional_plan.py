@@ -1,0 +1,292 @@
+"""How the bidirectional kernels are launched: tables by head dimension and dtype, measured on an H200, and the plan of a
+call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+
+from ..variant import FlowVariant
+from . import bidirectional_backward, bidirectional_forward
+from .features import fast
+from .hardware import MAX_DIM, is_hopper, num_sms
+from .launch import Argument, Kernel
+from .plan import Plan, Strides, Tuning, aligned, block_size
+from .records import record_size
+
+MEMORY_SIZE = 128 * 128  # numbers of S that one program holds, fewer in float32; more are cut along E
+CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
+MIN_SEGMENT_FEATURES = 128 * 64  # tokens times features that are worth a segment of their own
+LONG_SEGMENT = 1024  # tokens of one where not all programs run at once: their records are written and read again
+ROUND_COST = 0.05  # of each round of programs, relative to the time of a full one
+INTERPRETED = not isinstance(bidirectional_forward.sums_kernel, triton.JITFunction)
+
+KERNELS = (
+    "sums",
+    "flows",
+    "memory",
+    "result",
+    "grad_memory",
+    "grad_competition",
+    "grad_query",
+    "grad_source",
+)
+
+
+def _table(*rows: tuple) -> dict[str, Tuning]:
+    """From (block, warps, stages, eye) of each kernel."""
+    return {name: Tuning(*row[1:3], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
+
+
+# by the larger of the two head dimensions, up to the one given
+HALF = {
+    16: _table(
+        (256, 4, 1, False),
+        (256, 4, 1, False),
+        (64, 4, 3),
+        (128, 4, 3),
+        (256, 4, 3),
+        (128, 4, 3),
+        (128, 4, 2),
+        (128, 4, 3),
+    ),
+    64: _table(
+        (32, 4, 3, False),
+        (64, 4, 3),
+        (64, 4, 3),
+        (128, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+        (64, 4, 3),
+    ),
+    128: _table(
+        (64, 4, 3, False),
+        (64, 4, 3, False),
+        (128, 8, 2),
+        (128, 8, 3),
+        (64, 8, 1),
+        (64, 8, 3),
+        (64, 8, 3),
+        (64, 8, 1),
+    ),
+    256: _table((32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
+}
+# float32 takes twice the registers and shared memory
+FLOAT = {
+    64: _table(*[(32, 4, 1)] * len(KERNELS)),
+    256: _table(*[(16, 8, 1)] * len(KERNELS)),
+}
+
+
+def tunings(dim: int, value_dim: int, dtype: torch.dtype, is_hopper: bool = True) -> dict[str, Tuning]:
+    table = FLOAT if dtype == torch.float32 else HALF
+    found = next(found for size, found in table.items() if size >= max(dim, value_dim))
+    # other GPUs have less shared memory
+    return found if is_hopper else {name: tuning._replace(stages=1) for name, tuning in found.items()}
+
+
+class BidirectionalPlan(Plan):
+    """The plan of one pass.
+
+    Args:
+        tensors: the signatures of query, key, value and result, or in a backward pass of query, key, value, the
+            gradient of the result and those of query, key and value; then of both masks and both bounds.
+        longest: tokens of the longest sequence.
+        keep: whether there is a backward pass.
+        float32_precision: see `precision.py`; None for other dtypes.
+    """
+
+    def __init__(
+        self, tensors: tuple, device: torch.device, longest: int, keep: bool, float32_precision: str | None, *options: Any
+    ) -> None:
+        super().__init__()
+        scale, variant = options[0], FlowVariant(*options[1:])
+        tensors, (_, _, bounds, _) = tensors[:-4], tensors[-4:]
+        (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, *_ in tensors[:3])
+        dtype, value_dim = tensors[0][2], value_shape[-1]
+        self.records = heads * (batch if bounds is None else bounds[0][0] - 1)
+        self.key_records = self.records * key_heads // heads
+        block_d = block_size(dim)
+        precision = _precision(dtype, dim, float32_precision)
+        memory_size = MEMORY_SIZE // {"tf32": 2, "ieee": 4}.get(precision, 1)
+        block_e = min(block_size(value_dim), memory_size // block_d)
+        # programs per SM, by the memory S that each holds
+        occupancy = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
+        self.segments = segment_count(self.records, longest, dim, occupancy * num_sms(device))
+        self.is_whole = self.segments == 1
+        self.chunks, self.tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
+        # the parts of ⟨S, dS⟩ of a head
+        self.products = self.tiles if self.is_whole else self.chunks
+
+        self.tunings = tunings(dim, value_dim, dtype, INTERPRETED or is_hopper(device))
+        if heads != key_heads:
+            # what is loaded anew for each query head cannot be pipelined over blocks
+            self.tunings = self.tunings | {"grad_source": self.tunings["grad_source"]._replace(stages=1)}
+        strides = Strides.of(tensor[:2] for tensor in tensors)
+        self.strides = [strides.numbers[i : i + 3] for i in range(0, len(strides.numbers), 3)]
+        self.sinks, self.sources = (sinks, heads, self.segments), (sources, heads, self.segments)
+        self.scale, self.eps, self.flow_eps = scale, variant.eps, variant.flow_eps
+        self.clamp = math.inf if variant.clamp is None else variant.clamp
+
+        self.dims = {"D": dim, "E": value_dim}
+        self.tokens = self.dims | strides.constants
+        self.tokens |= {"BLOCK_D": block_d, "MAP": variant.feature_map, "FAST": fast(dtype, device)}
+        self.tiled = self.tokens | {"BLOCK_E": block_e, "PRECISION": precision}
+        self.can_multiply_by_identity = precision in ("bf16", "bf16x3") and block_d <= 128
+        self.shared, self.keep, self.whole = {"SHARED": heads // key_heads}, {"KEEP": keep}, {"WHOLE": self.is_whole}
+        self.competition, self.allocation = {"COMPETITION": variant.competition}, {"ALLOCATION": variant.allocation}
+        self.rescale = {"RESCALE": variant.rescale}
+
+        per_sink, _, per_source, _, records = kept = kept_sizes(
+            batch * heads, self.records, sinks, sources, dim, value_dim
+        )
+        partial = 0 if self.is_whole else self.records * self.segments * record_size(dim, value_dim)
+        self.kept = kept if keep else []
+        # without a backward pass, I and the records are scratch, and α, O and Ô are not stored
+        self.forward_scratch = [partial] if keep else [per_sink, 0, 0, 0, records, partial]
+        self.backward_scratch = [
+            per_sink, per_source, per_source, records, aligned(self.records * self.products), partial,
+        ]  # fmt: skip
+
+    def forward(
+        self, query, key, value, query_mask, key_mask, query_bounds, key_bounds, result, kept, scratch
+    ) -> Iterator[Kernel]:
+        parts = *kept.split(self.kept), *scratch.split(self.forward_scratch)
+        incoming, allocation, outgoing, conserved_outgoing, records, partial = parts
+        if self.is_whole:
+            partial = records
+        extras = query_mask, key_mask, query_bounds, key_bounds
+        (q, k, v, r), flow = self.strides, (self.scale, self.eps, self.flow_eps)
+        all_tokens = (*q, *k, self.sinks[0], *self.sources)
+        yield self._kernel(
+            "sums", (query, key, *extras, partial), (*all_tokens, self.scale), self.tokens | self.shared, programs=2
+        )
+        yield self._kernel(
+            "flows",
+            (query, key, *extras, partial, incoming, outgoing),
+            (*all_tokens, *flow),
+            self.tokens | self.shared | self.keep,
+            programs=2,
+        )
+        yield self._kernel(
+            "memory",
+            (key, value, key_mask, key_bounds, partial, conserved_outgoing),
+            (*k, *v, *self.sources, *flow, self.clamp),
+            self.tiled | self.shared | self.keep | self.competition | self.whole | self.rescale,
+            programs=self.tiles,
+        )
+        if not self.is_whole:
+            yield self._finish(
+                bidirectional_forward.finish_kernel,
+                (partial, records),
+                self.competition | self.rescale | {"VECTORS": triton.next_power_of_2(4 * self.dims["D"])},
+            )
+        yield self._kernel(
+            "result",
+            (query, result, query_mask, query_bounds, records, incoming, allocation),
+            (*q, *r, *self.sinks, *flow),
+            self.tiled | self.keep | self.allocation,
+        )
+
+    def backward(
+        self, query, key, value, grad, grad_query, grad_key, grad_value, query_mask, key_mask, query_bounds,
+        key_bounds, kept, scratch,
+    ) -> Iterator[Kernel]:  # fmt: skip
+        incoming, allocation, outgoing, conserved_outgoing, records = kept.split(self.kept)
+        overlap, grad_outgoing, grad_conserved, grad_records, products, partial = scratch.split(self.backward_scratch)
+        if self.is_whole:
+            partial = grad_records
+        sinks = query_mask, query_bounds, records, partial, incoming, allocation, overlap
+        sources = key_mask, key_bounds, records, partial, grad_records
+        per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
+        q, k, v, g, dq, dk, dv = self.strides
+        yield self._kernel(
+            "grad_memory",
+            (query, grad, *sinks, products),
+            (*q, *g, *self.sinks, self.scale, self.eps),
+            self.tiled | self.allocation | self.whole,
+            programs=self.tiles,
+        )
+        if not self.is_whole:
+            yield self._finish(
+                bidirectional_backward.grad_finish_kernel,
+                (partial, records, grad_records, products),
+                {"BLOCK_D": self.tokens["BLOCK_D"]},
+            )
+        yield self._kernel(
+            "grad_competition",
+            (key, value, *sources, products, *per_source),
+            (*k, *v, *self.sources, self.products, self.scale, self.eps, self.clamp),
+            self.tiled | self.shared | self.competition | {"PRODUCTS": triton.next_power_of_2(self.products)},
+        )
+        yield self._kernel(
+            "grad_query",
+            (query, grad, grad_query, *sinks),
+            (*q, *g, *dq, *self.sinks, self.scale, self.eps),
+            self.tiled | self.allocation,
+        )
+        yield self._kernel(
+            "grad_source",
+            (key, value, grad_key, grad_value, *sources, *per_source),
+            (*k, *v, *dk, *dv, *self.sources, self.scale, self.eps, self.clamp),
+            self.tiled | self.shared | self.competition,
+            heads=self.key_records,
+        )
+
+    def _kernel(
+        self,
+        name: str,
+        arguments: tuple[Argument | None, ...],
+        numbers: tuple,
+        constants: Mapping[str, Any],
+        programs: int = 1,
+        heads: int | None = None,
+    ) -> Kernel:
+        """A kernel of `programs` for each segment of each head."""
+        module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
+        tuning = self.tunings[name]
+        eye = tuning.eye and self.can_multiply_by_identity
+        constants = {**constants, "BLOCK": tuning.block, "STAGES": tuning.stages, "EYE": eye}
+        blocks = (tuning.block >> halvings for halvings in range(1, 5))
+        smaller = [{"STAGES": 1}, *({"BLOCK": block} for block in blocks if block >= 16)]
+        grid = (self.records if heads is None else heads) * self.segments, programs, 1
+        return Kernel(getattr(module, f"{name}_kernel"), grid, arguments, numbers, constants, tuning.warps, smaller)
+
+    def _finish(self, function, arguments: tuple[Argument, ...], constants: Mapping[str, Any]) -> Kernel:
+        """A kernel that adds up the records of a head's segments."""
+        constants = self.dims | {"CHUNK": CHUNK} | constants
+        return Kernel(function, (self.records, self.chunks, 1), arguments, (self.segments,), constants)
+
+
+def _precision(dtype: torch.dtype, dim: int, float32_precision: str | None) -> str:
+    """How matrices are multiplied, see `precision.py`."""
+    precision = {torch.float32: float32_precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
+    if precision == "bf16" and dim < 8:
+        # the rounding of so few features does not average out
+        precision = "bf16x3"
+    if INTERPRETED:
+        precision = "rounded" if precision == "bf16" else "ieee"
+    return precision
+
+
+def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
+    """Into how many segments each head is cut where `slots` programs run at once: so that few slots idle."""
+
+    def filled(segments: int) -> float:
+        rounds = -(-records * segments // slots)
+        return records * segments / slots / rounds - ROUND_COST * rounds
+
+    shortest = MIN_SEGMENT_FEATURES // min(max(dim, 8), 64)
+    most = max(min(slots // records, longest // shortest), min(8 * slots // records, longest // LONG_SEGMENT))
+    return max(range(1, max(1, most) + 1), key=filled)
+
+
+def kept_sizes(rows, records, sinks, sources, dim: int, value_dim: int) -> list:
+    """How many numbers I, α, O, Ô and the records take; symbolic if the lengths are."""
+    sinks, sources = aligned(rows * sinks), aligned(rows * sources)
+    return [sinks, sinks, sources, sources, aligned(records * record_size(dim, value_dim))]

@@ -1,0 +1,119 @@
+"""Plans: what all calls of one signature share, worked out once, since that takes longer than the launches themselves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+
+from .launch import Argument, Kernel, Launches
+
+PLAN_CACHE_SIZE = 512
+
+
+class Tuning(NamedTuple):
+    """How one kernel is launched."""
+
+    warps: int
+    stages: int  # blocks of tokens in the software pipeline
+    block: int = 0  # tokens at once; causal kernels of one head all take `Config.chunk`
+    eye: bool = True  # whether tokens enter through a product with the identity, see `blocks.load_features`
+
+
+class Plan:
+    """The kernels of a forward or a backward pass, and how many numbers their buffers have.
+
+    A buffer is one float32 tensor, which `Argument.split` cuts into parts of these sizes.
+
+    Attributes:
+        kept: what the forward pass saves for the backward pass; empty without one.
+        forward_scratch, backward_scratch: what only one pass needs.
+        launches: compiles the kernels at the first call, replays them at later ones.
+    """
+
+    kept: list[int]
+    forward_scratch: list[int]
+    backward_scratch: list[int]
+
+    def __init__(self, wgmma: bool = True) -> None:
+        self.launches = Launches(wgmma)
+
+    def forward(self, *tensors: Argument | None) -> Iterator[Kernel]:
+        raise NotImplementedError
+
+    def backward(self, *tensors: Argument | None) -> Iterator[Kernel]:
+        raise NotImplementedError
+
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def plan_of(plan: type[AnyPlan], tensors: Sequence[Tensor | None], *options: Any) -> AnyPlan:
+    """The plan of a call. Tensors and options are everything that a kernel could be compiled or sized for."""
+    return cached_plan(plan, signature(tensors), tensors[0].device, *options)
+
+
+@functools.lru_cache(maxsize=PLAN_CACHE_SIZE)
+def cached_plan(plan, *key):
+    return plan(*key)
+
+
+def signature(tensors: Iterable[Tensor | None]) -> tuple:
+    """Of each tensor, what Triton may compile a kernel for."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+
+
+class Strides(NamedTuple):
+    """The strides of batch, head and token of several tensors, as kernels take them.
+
+    A kernel is compiled for what all strides have in common, not for each of them: `numbers` are in units of ALIGN, a
+    power of two, and DENSE says that the stride of a token is its width.
+    """
+
+    numbers: list[int]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Strides:
+        """From pairs of shape (B, H, N, D) and stride."""
+        tensors = list(tensors)
+        # the stride of an axis of length 1 is never used
+        strides = [
+            [s if size > 1 else 0 for size, s in zip(shape[:3], stride[:3], strict=True)] for shape, stride in tensors
+        ]
+        bits = functools.reduce(operator.or_, itertools.chain(*strides), 16)
+        align = bits & -bits
+        dense = all(shape[2] <= 1 or stride[2] == shape[3] for shape, stride in tensors)
+        return cls([s // align for s in itertools.chain(*strides)], {"ALIGN": align, "DENSE": dense})
+
+
+def block_size(dim: int) -> int:
+    """The width of a tile that holds `dim` columns; tensor cores multiply at least sixteen."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """An uninitialised buffer with parts of these sizes: one allocation costs less host time than several."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device)
+
+
+def aligned(count):
+    """Rounded up to 16 bytes, so that the next part of a buffer is as aligned at every length; symbolic if the count
+    is."""
+    return (count + 3) // 4 * 4
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
+    *_, row, column = x.stride()
+    return x if (column == 1 or x.shape[-1] == 1) and row < 2**22 else x.contiguous()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

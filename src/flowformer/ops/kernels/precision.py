@@ -1,0 +1,107 @@
+"""How kernels multiply matrices.
+
+PRECISION is one of
+    bf16     bfloat16 on tensor cores
+    bf16x3   three products of bfloat16: all bits of a float16, and more range than it has
+    tf32     tf32 on tensor cores, where torch may use it too
+    tf32x3   three products of tf32, which keep what one would lose of a float32
+    ieee     float32
+    rounded  what bf16 computes, for Triton's interpreter, which has no arithmetic in bfloat16
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def float32_precision() -> str:
+    """How float32 is multiplied: on tensor cores where torch may round its factors too, else with all bits."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@triton.jit
+def truncate(x):
+    """x without the bits that bfloat16 does not hold: cheaper than rounding, and the remainder is as exact."""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """x rounded to bfloat16, still as float32: the interpreter's own conversion truncates."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cast_for(p, x, PRECISION: tl.constexpr):
+    """x in the dtype that p points to."""
+    if p.dtype.element_ty == tl.bfloat16 and (PRECISION == "rounded" or PRECISION == "ieee"):
+        x = round_to_bfloat16(x)
+    return x.to(p.dtype.element_ty)
+
+
+@triton.jit
+def split(x, PRECISION: tl.constexpr):
+    """x as the sum of two operands of a product: one bfloat16 alone would cost the gradients two bits.
+
+    Where products take float32, the second operand is not used.
+    """
+    x = x.to(tl.float32)
+    high = truncate(x)
+    if PRECISION == "bf16" or PRECISION == "bf16x3":
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+    elif PRECISION == "rounded":
+        return high, round_to_bfloat16(x - high)
+    else:
+        return x, x
+
+
+@triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """x as one operand of a product."""
+    if PRECISION == "bf16":
+        return x.to(tl.bfloat16)
+    elif PRECISION == "rounded":
+        return round_to_bfloat16(x.to(tl.float32))
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def dot(a, b, addend, PRECISION: tl.constexpr):
+    """a b + addend, for operands."""
+    if PRECISION == "bf16" or PRECISION == "bf16x3":
+        return tl.dot(a, b, addend)
+    elif PRECISION == "rounded":
+        return tl.dot(a, b, addend, input_precision="ieee")
+    else:
+        return tl.dot(a, b, addend, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_transposed(a, b, addend, PRECISION: tl.constexpr):
+    """aᵀ b + addend, for a in float32, which is split, and b as it was loaded."""
+    high, low = split(a, PRECISION)
+    if PRECISION == "bf16x3":
+        b, b_low = split(b, PRECISION)
+        addend = dot(tl.trans(high), b_low, addend, PRECISION)
+    else:
+        b = operand(b, PRECISION)
+    if PRECISION == "bf16" or PRECISION == "bf16x3" or PRECISION == "rounded":
+        addend = dot(tl.trans(low), b, addend, PRECISION)
+    return dot(tl.trans(high), b, addend, PRECISION)
+
+
+@triton.jit
+def dot_split(a, high, low, addend, PRECISION: tl.constexpr):
+    """a b + addend, for b that was split."""
+    if PRECISION == "bf16x3":
+        a, a_low = split(a, PRECISION)
+        addend = dot(a_low, high, addend, PRECISION)
+    else:
+        a = operand(a, PRECISION)
+    if PRECISION == "bf16" or PRECISION == "bf16x3" or PRECISION == "rounded":
+        addend = dot(a, low, addend, PRECISION)
+    return dot(a, high, addend, PRECISION)
