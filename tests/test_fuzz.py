@@ -22,7 +22,7 @@ TINY = Limits(numbers=2**9, longest=20, dim=8, heads=1, large=0)
 
 def run(cases):
     """Checks each; a failure shows the line that runs it again."""
-    counts = dict.fromkeys(("pass", "refused", "kink"), 0)
+    counts = dict.fromkeys(("pass", "refused", "kink", "cancelled"), 0)
     for case in cases:
         record = fuzz_checks.check(case, "cpu")
         assert record["verdict"] in counts, f"{record['why']}\nflowformer bench fuzz --case '{case.to_json()}'"
@@ -228,6 +228,28 @@ def test_a_gradient_that_is_zero_by_cancellation_passes():
         record = fuzz_checks.check(case, "cpu")
         assert record["verdict"] == "pass", record["why"]
         assert record["errors"]["d_value"]["relative"] < 1e-6
+
+
+@pytest.mark.parametrize(("roundings", "verdict"), [(0.0, "pass"), (7.0, "cancelled"), (20.0, "fail")])
+def test_a_gradient_of_which_no_digit_is_left_is_no_failure(roundings, verdict, monkeypatch):
+    """One token alone: dQ is the difference of two terms that are equal but for ε, in roundings of which it may err."""
+    case = Case(backend="torch", kind="bidirectional", dtype="bfloat16", dim=64, value_dim=8, heads=2, key_heads=2,
+                sinks=1, sources=1, variant={"allocation": "none"})  # fmt: skip
+    inputs = fuzz_checks.make_inputs(case, "cpu")
+    exact = [x.double() for x in inputs.leaves]
+    cotangents = fuzz_checks._cotangents(case, inputs, fuzz_checks._exact(case, inputs, exact))
+    error = roundings / 8 * fuzz_checks._noise(case, inputs, exact, cotangents)["d_query"]
+    honest = backends.BACKENDS["torch"]
+
+    def bidirectional(query, *args):
+        query = query.clone()
+        if query.requires_grad:
+            query.register_hook(lambda grad: grad + error / grad.numel() ** 0.5)
+        return honest.bidirectional(query, *args)
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
 
 
 @pytest.mark.parametrize(
