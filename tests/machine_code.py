@@ -26,7 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 from flowformer import FlowVariant
-from flowformer.ops.kernels import bidirectional, causal_plan, launch
+from flowformer.ops.triton import launch
+from flowformer.ops.triton.bidirectional.plan import BidirectionalPlan
+from flowformer.ops.triton.causal.plan import CausalPlan
 
 SHARED_MEMORY = 232_448  # bytes that a program may have on an H100 or H200
 SMS = 132
@@ -157,9 +159,10 @@ def kernels(random: Random) -> tuple[str, bool, list[launch.Kernel]]:
     key, value = tensor(2, key_heads, length, dim), tensor(2, key_heads, length, value_dim)
     mask = tensor(2, length, dtype=torch.bool) if masked else None
     bounds = tensor(4, dtype=torch.int32) if packed else None
+    options = scale, *variant.as_args()
     if is_causal:
         # what follows in the call has the same shapes as what comes before
-        plan = causal_plan.Plan(_signature(query, key, value, mask, bounds), DEVICE, length, True, scale, variant)
+        plan = CausalPlan(_signature(query, key, value, mask, bounds), DEVICE, length, True, *options)
         positions = tensor(2, length, dtype=torch.int32) if masked else None
         inputs, none = (query, key, value, positions, bounds), (None, None, None)
         kept, end = _flat(plan.kept), _flat(plan.state)
@@ -168,19 +171,18 @@ def kernels(random: Random) -> tuple[str, bool, list[launch.Kernel]]:
         backward = *inputs, result, None, None, result, kept, query, *grads, end, _flat(plan.backward_scratch)
         described = [*plan.forward(*launch.arguments(forward)), *plan.backward(*launch.arguments(backward))]
         return words, plan.launches._wgmma, described
-    extras, options = (mask, mask, bounds, bounds), (scale, *variant.as_args())
+    extras = mask, mask, bounds, bounds
     precision = "ieee" if dtype == torch.float32 else None
 
-    def plan_of(*tensors: torch.Tensor) -> bidirectional.Plan:
-        signatures = _signature(*tensors), _signature(*extras)
-        return bidirectional._plan(*signatures, DEVICE, precision, length, True, options)
+    def plan_of(*tensors: torch.Tensor) -> BidirectionalPlan:
+        return BidirectionalPlan(_signature(*tensors, *extras), DEVICE, length, True, precision, *options)
 
     plan = plan_of(query, key, value, result)
-    forward = query, key, value, *extras, result, _flat(plan.kept), _flat(plan.scratch)
+    forward = query, key, value, *extras, result, _flat(plan.kept), _flat(plan.forward_scratch)
     described = list(plan.forward(*launch.arguments(forward)))
     inputs = query, key, value, result, query, key, value
     plan = plan_of(*inputs)
-    backward = *inputs, *extras, _flat(plan.kept), _flat(plan.scratch)
+    backward = *inputs, *extras, _flat(plan.kept), _flat(plan.backward_scratch)
     return words, True, [*described, *plan.backward(*launch.arguments(backward))]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from flowformer import FlowVariant, explain, flow_attention
 from flowformer.ops import backends
-from flowformer.ops.kernels import op as triton_op
+from flowformer.ops.triton import op as triton_op
 
 X = torch.randn(1, 2, 5, 4)
 

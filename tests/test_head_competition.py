@@ -19,7 +19,7 @@ from flowformer import (
 )
 from flowformer.models import ClassifierConfig, FlowformerClassifier
 from flowformer.nn import FlowAttention
-from flowformer.ops.kernels import op
+from flowformer.ops.triton import op
 from flowformer.ops.variant import PRESETS
 from flowformer.train import recipes
 

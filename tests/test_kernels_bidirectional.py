@@ -15,10 +15,11 @@ from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradie
 
 from flowformer import FlowVariant
 from flowformer.ops import varlen
-from flowformer.ops.kernels import bidirectional as kernels
-from flowformer.ops.kernels import configs
-from flowformer.ops.kernels.bidirectional import segment_count
 from flowformer.ops.torch import op as torch_op
+from flowformer.ops.triton.bidirectional import forward, plan
+from flowformer.ops.triton.bidirectional import op as kernels
+from flowformer.ops.triton.bidirectional.plan import segment_count
+from flowformer.ops.triton.plan import cached_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -39,10 +40,10 @@ def segments(request, monkeypatch):
     """Short segments, so that sums over segments are tested with few tokens, unless a test asks for others."""
     size = getattr(request, "param", CUT)
     if size is not None:
-        monkeypatch.setattr(kernels, "segment_count", lambda records, longest, *_: max(1, longest // size))
-    kernels._plan.cache_clear()
+        monkeypatch.setattr(plan, "segment_count", lambda records, longest, *_: max(1, longest // size))
+    cached_plan.cache_clear()
     yield
-    kernels._plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,11 @@ def test_variants_in_half_precision(name):
 @either
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [(torch.float32, size) for size in configs.FLOAT] + [(torch.bfloat16, size) for size in configs.HALF],
+    [(torch.float32, size) for size in plan.FLOAT] + [(torch.bfloat16, size) for size in plan.HALF],
 )
 def test_every_launch_configuration(dtype, size):
-    table = configs.FLOAT if dtype == torch.float32 else configs.HALF
-    assert configs.bidirectional(size, size, dtype) is table[size]
+    table = plan.FLOAT if dtype == torch.float32 else plan.HALF
+    assert plan.tunings(size, size, dtype) is table[size]
     assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
 
 
@@ -439,7 +440,7 @@ def test_cuda_graph_and_stream():
 def test_lengths_compile_once():
     given = inputs(sinks=100, dim=64, dtype=torch.bfloat16)
     run(*given)
-    compiled = len(kernels.bidirectional_forward.sums.device_caches[0][0])
+    compiled = len(forward.sums_kernel.device_caches[0][0])
     for sinks in (101, 999, 4096, 5000):
         run(*inputs(sinks=sinks, dim=64, dtype=torch.bfloat16))
-    assert len(kernels.bidirectional_forward.sums.device_caches[0][0]) == compiled
+    assert len(forward.sums_kernel.device_caches[0][0]) == compiled

@@ -14,11 +14,11 @@ from helpers import CAUSAL_KERNEL_VARIANTS, oracle, random_inputs, relative_erro
 
 from flowformer import FlowVariant
 from flowformer.ops import reference
-from flowformer.ops.kernels import causal as kernels
-from flowformer.ops.kernels import causal_plan
-from flowformer.ops.kernels.launch import dense
 from flowformer.ops.state import FlowState
 from flowformer.ops.torch import op as torch_op
+from flowformer.ops.triton.causal import op as kernels
+from flowformer.ops.triton.causal import plan as causal_plan
+from flowformer.ops.triton.plan import cached_plan, dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -32,11 +32,11 @@ def small_chunks(monkeypatch):
     if DEVICE == "cpu":
         table = {key: _small(config) for key, config in causal_plan.CONFIGS.items()}
         monkeypatch.setattr(causal_plan, "CONFIGS", table)
-    monkeypatch.setattr(causal_plan, "SHORTEST", 16)
+    monkeypatch.setattr(causal_plan, "MIN_SEGMENT", 16)
     many_sms(monkeypatch, 1000)
-    causal_plan._plan.cache_clear()
+    cached_plan.cache_clear()
     yield
-    causal_plan._plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 def _small(config):
@@ -49,9 +49,9 @@ def many_sms(monkeypatch, count):
 
 def segments(monkeypatch, count, rows):
     monkeypatch.setattr(causal_plan, "SEGMENTS_PER_SM", count)
-    monkeypatch.setattr(causal_plan, "BUSY", 2)
+    monkeypatch.setattr(causal_plan, "BUSY_SHARE", 2)
     many_sms(monkeypatch, rows)
-    causal_plan._plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_every_configuration_of_the_table(key, monkeypatch):
         check(inputs_of(dtype, batch=1, heads=2, sinks=length, dim=width, value_dim=width))
     # whole heads, few of them and more than there are processors
     many_sms(monkeypatch, 1)
-    causal_plan._plan.cache_clear()
+    cached_plan.cache_clear()
     for heads in (2, 200):
         check(inputs_of(dtype, batch=1, heads=heads, sinks=130, dim=width, value_dim=width))
 

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from helpers import CAUSAL_KERNEL_VARIANTS, oracle, random_inputs, relative_error
 
 from flowformer import FlowVariant
-from flowformer.ops.kernels import causal as kernels
-from flowformer.ops.kernels.decode import decode
 from flowformer.ops.state import FlowState
+from flowformer.ops.triton.causal import op as kernels
+from flowformer.ops.triton.decode import decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowformer import FlowVariant
-from flowformer.ops.kernels import hardware, op
+from flowformer.ops.triton import hardware, op
 
 DEFAULT = FlowVariant()
 

@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 import triton
 
-from flowformer.ops.kernels import launch
-from flowformer.ops.kernels.launch import Kernel, Launches, Strides, signature
+from flowformer.ops.triton import launch
+from flowformer.ops.triton.launch import Kernel, Launches
+from flowformer.ops.triton.plan import Strides, signature
 
 STREAM = 7
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import reference_backend
-from .kernels import op as triton_op
 from .torch import op as torch_op
+from .triton import op as triton_op
 from .variant import FlowVariant, nearest
 
 

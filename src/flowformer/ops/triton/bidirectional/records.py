@@ -3,7 +3,8 @@
 A record is S (D, E), then four vectors (4, D), then four scalars, all float32:
     forward   S | Σk, Σq, Σk/O, Σq/I | m, n, reference, Σ exp(Ô − reference); of a finished head μ, r, reference, 1/Z
     backward  dS | dΣk, dΣq, d(Σk/O), d(Σq/I) | unused
-A finished head keeps S as a mean, S/μ, so that it does not grow with the length: c = μ exp(Ô − reference)/Z, α = σ(r·Î).
+A finished head keeps S as a mean, S/μ, so that it does not grow with the length:
+c = μ exp(Ô − reference)/Z and α = σ(r·Î).
 """
 
 from __future__ import annotations
@@ -47,26 +48,14 @@ def vector_at(p_record, WHICH: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def load_scalar(p_record, WHICH: tl.constexpr, D: tl.constexpr, E: tl.constexpr, mask=None):
-    if mask is None:
-        return tl.load(p_record + (D * E + 4 * D + WHICH))
-    else:
-        return tl.load(p_record + (D * E + 4 * D + WHICH), mask=mask, other=0.0)
-
-
-@triton.jit
-def store_scalar(p_record, WHICH: tl.constexpr, value, D: tl.constexpr, E: tl.constexpr):
-    tl.store(p_record + (D * E + 4 * D + WHICH), value)
+def scalar_at(p_record, WHICH: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """A pointer to one of the scalars."""
+    return p_record + (D * E + 4 * D + WHICH)
 
 
 @triton.jit
 def load_vector(p_record, WHICH: tl.constexpr, columns, D: tl.constexpr, E: tl.constexpr):
     return tl.load(vector_at(p_record, WHICH, D, E) + columns, mask=columns < D, other=0.0)
-
-
-@triton.jit
-def store_vector(p_record, WHICH: tl.constexpr, columns, vector, D: tl.constexpr, E: tl.constexpr):
-    tl.store(vector_at(p_record, WHICH, D, E) + columns, vector, mask=columns < D)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ STREAM = 3  # where that launcher takes the stream
 
 
 # Kernels are not compiled for lengths and strides; `plan.Strides` says what is known of strides.
-_TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "a", "b", "u", "m")
+_TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "own", "other", "left", "right", "out")
 _RUNTIME = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")}
 _RUNTIME |= {"sinks", "sources", "heads", "shared", "length", "size", "segments", "plane"}
 

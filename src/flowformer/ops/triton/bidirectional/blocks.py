@@ -8,20 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import feature
-from .precision import cast_for, split
-
-
-@triton.jit
-def clamped(x, low, high):
-    return tl.minimum(tl.maximum(x, low), high)
+from ..features import feature
+from ..numerics import clamped
+from ..precision import cast_for, split
 
 
 @triton.jit
 def locate_head(segments, heads, PACKED: tl.constexpr, REVERSE: tl.constexpr):
     """The segment, sequence and head of this program; the index of the head's record; its row in arrays (rows, tokens).
 
-    Programs are numbered by head, then by segment; in REVERSE to begin with what the kernel before left in the L2 cache.
+    Programs are numbered by head, then by segment; in REVERSE to begin with what the kernel before left in
+    the L2 cache.
     """
     program = tl.program_id(0)
     if REVERSE:

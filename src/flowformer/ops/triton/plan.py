@@ -1,4 +1,4 @@
-"""Plans: what all calls of one signature share, worked out once, since that takes longer than the launches themselves."""
+"""Plans: what all calls of one signature share, computed once, since that takes longer than the launches."""
 
 from __future__ import annotations
 

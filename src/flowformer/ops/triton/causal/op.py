@@ -1,30 +1,32 @@
 """Causal Flow-Attention by Triton kernels: the operators and their autograd.
 
-Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), or packed (T, H, D) and so on; mask (B, N) bool.
-The three tensors of a state are those of `FlowState`.
+Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N) bool. Packed sequences are one row
+of a batch, (1, H, T, D), with the bounds (B + 1,) of the sequences in it. The three tensors of a state are those of
+`FlowState`; the operators return them in one buffer.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, State, differentiate, distinct, empty_result, register
-from ..state import empty_state
-from ..variant import FlowVariant
-from ..varlen import check_bounds
-from .causal_plan import config, kept_sizes, plan_of, segment_count, state_sizes
-from .decode import decode
-from .launch import arguments
-from .plan import contiguous, dense, empty
+from ...common import VARIANT, State, differentiate, distinct, empty_result, register
+from ...state import empty_state
+from ...variant import FlowVariant
+from ...varlen import Lengths, check_bounds
+from ..decode import decode
+from ..launch import Kernel, arguments
+from ..plan import contiguous, dense, empty, plan_of
+from .plan import CausalPlan, config, kept_sizes, segment_count, state_sizes
 
 
 def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
     """The result; see `flow_attention`."""
-    return _call(query, key, value, mask, None, scale, variant)[0]
+    return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant)[0]
 
 
 def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
@@ -33,109 +35,108 @@ def recurrent(query, key, value, mask, state: State | None, scale: float, varian
         parts = empty_state(query, value) if state is None else state
         sums, memory, scalars = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         return decode(query, key, value, (sums, memory, scalars), scale, variant, mask), (sums, memory, scalars)
-    result, end, _ = _call(query, key, value, mask, state, scale, variant)
-    # apart from one another, since decoding writes into them
+    result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant)
+    # decoding writes into the parts of a state, so each gets memory of its own
     sums, memory, scalars = (part.clone() for part in _state(end, query, query.shape[0], value.shape[3]))
     return result, (sums, memory, scalars)
 
 
-def packed(query, key, value, lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
-    tensors = distinct(*(x.transpose(0, 1)[None] for x in (query, key, value)), None, *lengths[:2])
-    result, *_ = _apply(*tensors, max(lengths[2:]), None, None, None, scale, *variant.as_args())
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    result, *_ = _apply(query, key, value, None, *lengths[:2], max(lengths[2:]), None, scale, variant)
     return result[0].transpose(0, 1)
 
 
-def _call(query, key, value, mask, state, scale, variant):
-    tensors = distinct(query, key, value, mask, *((None, None, None) if state is None else state))
-    return _apply(*tensors[:4], None, None, query.shape[2], *tensors[4:], scale, *variant.as_args())
+def _apply(
+    query, key, value, mask, bounds, key_bounds, longest, state, scale, variant
+) -> tuple[Tensor, Tensor, Tensor]:
+    state = (None, None, None) if state is None else state
+    keep = _needs_gradients(query, key, value, *state)
+    *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *state)
+    inputs = *tensors, longest, keep, sums, memory, scalars, scale, *variant.as_args()
+    return _Causal.apply(*inputs) if keep else torch.ops.flowformer.triton_causal(*inputs)
 
 
-def _needs_gradients(*inputs) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-
-
-def _apply(*inputs):
-    if _needs_gradients(*inputs):
-        return _Causal.apply(*inputs)
-    return torch.ops.flowformer.triton_causal(*inputs[:7], False, *inputs[7:])
+def _needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 class _Causal(torch.autograd.Function):
+    # without setup_context, for which torch inspects the signature in every call
     @staticmethod
-    def forward(ctx, query, key, value, mask, bounds, key_bounds, longest, sums, memory, scalars, *options):
-        result, end, kept = torch.ops.flowformer.triton_causal(
-            query, key, value, mask, bounds, key_bounds, longest, True, sums, memory, scalars, *options
-        )
-        ctx.save_for_backward(query, key, value, mask, bounds, scalars, result, kept)
+    def forward(ctx, *inputs):
+        result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
+        scalars = inputs[10]
+        ctx.save_for_backward(*inputs[:5], scalars, result, kept)
         ctx.mark_non_differentiable(kept)
-        # gradients that nobody asked for are None, and cost nothing
+        # gradients of outputs that are not used stay None, and cost nothing
         ctx.set_materialize_grads(False)
-        ctx.longest, ctx.options, ctx.has_state = longest, options, sums is not None
+        ctx.longest, ctx.options, ctx.has_state = inputs[6], inputs[11:], scalars is not None
         return result, end, kept
 
     @staticmethod
     def backward(ctx, grad, grad_end, _):
-        query, key, value, mask, bounds, scalars, result, kept = ctx.saved_tensors
+        *tensors, scalars, result, kept = ctx.saved_tensors
+        query, _, value, *_ = tensors
         if grad is None:
             grad = torch.zeros_like(result)
-        operator = torch.ops.flowformer.triton_causal_backward
-        inputs = query, key, value, mask, bounds, ctx.longest, scalars
-        *grads, start = differentiate(operator, grad, grad_end, *inputs, result, kept, *ctx.options)
+        backward = torch.ops.flowformer.triton_causal_backward
+        inputs = *tensors, ctx.longest, scalars, result, kept, *ctx.options
+        *grads, start = differentiate(backward, grad, grad_end, *inputs)
         state = _state(start, query, query.shape[0], value.shape[3]) if ctx.has_state else (None, None, None)
-        return *grads, None, None, None, None, *state, *(None for _ in ctx.options)
+        return *grads, *(None for _ in range(5)), *state, *(None for _ in ctx.options)
 
 
 def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
-    """The three tensors of a state that lies in one."""
+    """The three tensors of a state as views of one buffer."""
     heads, dim = query.shape[1], query.shape[3]
     shapes = (batch, heads, 4, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
     parts = flat.split_with_sizes(state_sizes(batch * heads, dim, value_dim))
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def forward(
-    query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, scale, variant: FlowVariant
-):
-    """The result, the state after it in one tensor, and what the backward pass needs, if it is to `keep` that."""
+def _forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, *options):
+    """The result, the state after it in one buffer, and what the backward pass needs, if it is to `keep` that."""
     if bounds is not None:
         check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
     sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
     if not query.numel():
-        result, end, kept = empty_outputs(query, value, bounds, longest, keep, variant.feature_map)
+        result, end, kept = _empty_outputs(query, value, bounds, longest, keep, options)
         before = empty_state(query, value) if sums is None else (sums, memory, scalars)
         for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
             part.copy_(old)
         return result, end, kept
-    plan = plan_of((query, key, value, mask, bounds, sums, memory, scalars), longest, keep, scale, variant)
+
+    plan = plan_of(CausalPlan, (query, key, value, mask, bounds, sums, memory, scalars), longest, keep, *options)
     result = empty_result(query, value.shape[3])
     if bounds is not None:
+        # no kernel writes tokens that belong to no sequence
         result.zero_()
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
     scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
-    inputs = query, key, value, _positions(mask), bounds, sums, memory, scalars
-
-    def following():
-        """The kernels of the backward pass, if gradients are laid out as what they are of."""
-        tensors = query, key, value, mask, bounds, result, None, scalars, result, kept
-        later = plan_of(tensors, longest, True, scale, variant)
-        outs = (
-            query,
-            *_key_gradients(query, key, value, "meta"),
-            end,
-            empty(later.backward_scratch, torch.device("meta")),
-        )
-        return later.backward(*arguments((*tensors[:3], inputs[3], *tensors[4:], *outs)))
-
-    plan.launches((*inputs, result, kept, end, scratch), plan.forward, following if keep else None)
+    positions = _positions(mask)
+    saved = query, key, value, mask, positions, bounds, scalars, result, kept, end
+    ahead = functools.partial(_backward_kernels, *saved, longest, options) if keep else None
+    inputs = query, key, value, positions, bounds, sums, memory, scalars
+    plan.launches((*inputs, result, kept, end, scratch), plan.forward, ahead)
     return result, end, kept
 
 
-def backward(
-    grad, grad_end, query, key, value, mask, bounds, longest, scalars, result, kept, scale, variant: FlowVariant
-):
-    """The gradients of query, key and value, and of the state before the first token."""
+def _backward_kernels(
+    query, key, value, mask, positions, bounds, scalars, result, kept, end, longest, options
+) -> Iterator[Kernel]:
+    """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
+    grad, outs = result, (query, *_key_gradients(query, key, value, "meta"), end)
+    rest = bounds, grad, None, scalars, result, kept
+    plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
+    scratch = empty(plan.backward_scratch, torch.device("meta"))
+    return plan.backward(*arguments((query, key, value, positions, *rest, *outs, scratch)))
+
+
+def _backward(grad, grad_end, query, key, value, mask, bounds, longest, scalars, result, kept, *options):
+    """The gradients of query, key and value, and of the state before the first token, in one buffer."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     grad_end, scalars = contiguous(grad_end), contiguous(scalars)
     heads, dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
@@ -149,35 +150,37 @@ def backward(
         sizes = state_sizes(heads * _sequences(query, bounds), dim, value_dim)
         start = query.new_zeros(sum(sizes), dtype=torch.float32) if grad_end is None else grad_end.clone()
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
-    tensors = query, key, value, mask, bounds, grad, grad_end, scalars, result, kept
-    plan = plan_of(tensors, longest, True, scale, variant)
+
+    rest = bounds, grad, grad_end, scalars, result, kept
+    plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
     start, scratch = empty(plan.state, query.device), empty(plan.backward_scratch, query.device)
-    outs = grad_query, grad_key, grad_value, start, scratch
-    plan.launches((*tensors[:3], _positions(mask), *tensors[4:], *outs), plan.backward)
+    outs = grad_query, grad_key, grad_value, start
+    plan.launches((query, key, value, _positions(mask), *rest, *outs, scratch), plan.backward)
     if shared > 1:
+        # in this dtype also under autocast, which would choose float32
         grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2, dtype=x.dtype) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, start
 
 
 def _key_gradients(query, key, value, device) -> list[Tensor]:
-    """Those of key and value, uninitialised: every query head writes its own.
+    """Uninitialised gradients of key and value, one for every query head.
 
-    Those that share a key head are added up in a fixed order afterwards.
+    Those of query heads that share a key head are added up in a fixed order afterwards.
     """
     if query.shape[1] == key.shape[1]:
         return [torch.empty_like(x, device=device) for x in (key, value)]
     return [x.new_empty(*query.shape[:2], *x.shape[2:], device=device) for x in (key, value)]
 
 
-def empty_outputs(query, value, bounds, longest, keep, feature_map):
-    """The result, the end state, and what is kept, uninitialised."""
+def _empty_outputs(query, value, bounds, longest, keep, options) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the last state, and what is kept, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
-    chunk = config(query.dtype, dim, value_dim, feature_map).chunk
+    chunk = config(query.dtype, dim, value_dim, FlowVariant(*options[1:]).feature_map).chunk
     segments = segment_count(rows, longest, query.device)
     kept = kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)
     sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept)
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
-    return empty_result(query, value.shape[3]), end, kept
+    return empty_result(query, value_dim), end, kept
 
 
 def _sequences(query: Tensor, bounds: Tensor | None):
@@ -185,7 +188,7 @@ def _sequences(query: Tensor, bounds: Tensor | None):
 
 
 def _positions(mask: Tensor | None) -> Tensor | None:
-    """How many tokens of a sequence there are up to each, negative where it is none itself."""
+    """How many tokens of a sequence there are up to each, negative where it is masked itself."""
     if mask is None:
         return None
     mask = mask.contiguous()
@@ -193,19 +196,8 @@ def _positions(mask: Tensor | None) -> Tensor | None:
     return torch.where(mask, positions, -positions)
 
 
-_variant = functools.lru_cache(FlowVariant)  # it checks what it is given, in every call
-
-
-def _forward(*args):
-    return forward(*[*args[:12], _variant(*args[12:])])
-
-
-def _backward(*args):
-    return backward(*[*args[:12], _variant(*args[12:])])
-
-
-def _fake_forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, scale, *variant):
-    return empty_outputs(query, value, bounds, longest, keep, FlowVariant(*variant).feature_map)
+def _fake_forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, *options):
+    return _empty_outputs(query, value, bounds, longest, keep, options)
 
 
 def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):

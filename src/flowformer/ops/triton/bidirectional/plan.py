@@ -1,5 +1,4 @@
-"""How the bidirectional kernels are launched: tables by head dimension and dtype, measured on an H200, and the plan of a
-call."""
+"""How the bidirectional kernels are launched: fixed tables, measured on an H200, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 import triton
 
-from ..variant import FlowVariant
-from . import bidirectional_backward, bidirectional_forward
-from .features import fast
-from .hardware import MAX_DIM, is_hopper, num_sms
-from .launch import Argument, Kernel
-from .plan import Plan, Strides, Tuning, aligned, block_size
+from ...variant import FlowVariant
+from ..features import fast
+from ..hardware import MAX_DIM, is_hopper, num_sms
+from ..launch import Argument, Kernel
+from ..plan import Plan, Strides, Tuning, aligned, block_size
+from . import backward, forward
 from .records import record_size
 
 MEMORY_SIZE = 128 * 128  # numbers of S that one program holds, fewer in float32; more are cut along E
@@ -23,7 +22,7 @@ CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 MIN_SEGMENT_FEATURES = 128 * 64  # tokens times features that are worth a segment of their own
 LONG_SEGMENT = 1024  # tokens of one where not all programs run at once: their records are written and read again
 ROUND_COST = 0.05  # of each round of programs, relative to the time of a full one
-INTERPRETED = not isinstance(bidirectional_forward.sums_kernel, triton.JITFunction)
+INTERPRETED = not isinstance(forward.sums_kernel, triton.JITFunction)
 
 KERNELS = (
     "sums",
@@ -99,10 +98,17 @@ class BidirectionalPlan(Plan):
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.
+        options: the scale, then what FlowVariant.as_args returns.
     """
 
     def __init__(
-        self, tensors: tuple, device: torch.device, longest: int, keep: bool, float32_precision: str | None, *options: Any
+        self,
+        tensors: tuple,
+        device: torch.device,
+        longest: int,
+        keep: bool,
+        float32_precision: str | None,
+        *options: Any,
     ) -> None:
         super().__init__()
         scale, variant = options[0], FlowVariant(*options[1:])
@@ -182,7 +188,7 @@ class BidirectionalPlan(Plan):
         )
         if not self.is_whole:
             yield self._finish(
-                bidirectional_forward.finish_kernel,
+                forward.finish_kernel,
                 (partial, records),
                 self.competition | self.rescale | {"VECTORS": triton.next_power_of_2(4 * self.dims["D"])},
             )
@@ -214,7 +220,7 @@ class BidirectionalPlan(Plan):
         )
         if not self.is_whole:
             yield self._finish(
-                bidirectional_backward.grad_finish_kernel,
+                backward.grad_finish_kernel,
                 (partial, records, grad_records, products),
                 {"BLOCK_D": self.tokens["BLOCK_D"]},
             )
@@ -248,7 +254,7 @@ class BidirectionalPlan(Plan):
         heads: int | None = None,
     ) -> Kernel:
         """A kernel of `programs` for each segment of each head."""
-        module = bidirectional_backward if name.startswith("grad_") else bidirectional_forward
+        module = backward if name.startswith("grad_") else forward
         tuning = self.tunings[name]
         eye = tuning.eye and self.can_multiply_by_identity
         constants = {**constants, "BLOCK": tuning.block, "STAGES": tuning.stages, "EYE": eye}

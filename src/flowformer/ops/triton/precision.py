@@ -71,7 +71,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, addend, PRECISION: tl.constexpr):
-    """a b + addend, for operands."""
+    """a b + addend, for operands; without an addend it is 0."""
     if PRECISION == "bf16" or PRECISION == "bf16x3":
         return tl.dot(a, b, addend)
     elif PRECISION == "rounded":
@@ -81,7 +81,7 @@ def dot(a, b, addend, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_transposed(a, b, addend, PRECISION: tl.constexpr):
+def dot_tn(a, b, addend, PRECISION: tl.constexpr):
     """aᵀ b + addend, for a in float32, which is split, and b as it was loaded."""
     high, low = split(a, PRECISION)
     if PRECISION == "bf16x3":
@@ -92,6 +92,31 @@ def dot_transposed(a, b, addend, PRECISION: tl.constexpr):
     if PRECISION == "bf16" or PRECISION == "bf16x3" or PRECISION == "rounded":
         addend = dot(tl.trans(low), b, addend, PRECISION)
     return dot(tl.trans(high), b, addend, PRECISION)
+
+
+@triton.jit
+def dot_nt(a, b, PRECISION: tl.constexpr, LONGEST: tl.constexpr = 128):
+    """a bᵀ, for operands.
+
+    tf32 accumulation truncates, so the error of a float32 product grows with its number of terms: for more than
+    LONGEST, partial products of even and odd terms are added.
+    """
+    if a.dtype == tl.float32 and a.shape[1] > LONGEST:
+        HALF: tl.constexpr = a.shape[1] // 2
+        a_even, a_odd = tl.split(a.reshape(a.shape[0], HALF, 2))
+        b_even, b_odd = tl.split(b.reshape(b.shape[0], HALF, 2))
+        return dot_nt(a_even, b_even, PRECISION, 64) + dot_nt(a_odd, b_odd, PRECISION, 64)
+    else:
+        return dot(a, tl.trans(b), None, PRECISION)
+
+
+@triton.jit
+def dot_nn(a, b, PRECISION: tl.constexpr):
+    """a b, for operands; as exact as `dot_nt`."""
+    if a.dtype == tl.float32 and a.shape[1] > 128:
+        return dot_nt(a, tl.trans(b), PRECISION)
+    else:
+        return dot(a, b, None, PRECISION)
 
 
 @triton.jit

@@ -10,8 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..features import feature_gradient
+from ..launch import kernel
+from ..numerics import clamped, sigmoid
+from ..precision import dot_split, dot_tn
 from .blocks import (
-    clamped,
     identity,
     load_features,
     load_memory,
@@ -22,9 +25,6 @@ from .blocks import (
     store_rows,
     token_at,
 )
-from .features import feature_gradient, sigmoid
-from .launch import kernel
-from .precision import dot_split, dot_transposed
 from .records import (
     CONSERVED_KEY_SUM,
     CONSERVED_QUERY_SUM,
@@ -34,10 +34,9 @@ from .records import (
     QUERY_SUM,
     RATIO,
     REFERENCE,
-    load_scalar,
     load_vector,
     record_at,
-    store_vector,
+    scalar_at,
     sum_segments,
     sum_vector,
     vector_at,
@@ -46,7 +45,8 @@ from .records import (
 
 @kernel
 def grad_memory_kernel(
-    p_query, p_grad, p_query_mask, p_query_bounds, p_records, p_partial, p_incoming, p_allocation, p_overlap, p_products,
+    p_query, p_grad, p_query_mask, p_query_bounds, p_records, p_partial, p_incoming, p_allocation, p_overlap,
+    p_products,
     q_batch, q_head, q_token, g_batch, g_head, g_token, sinks, heads, segments, scale, eps,
     ALLOCATION: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
@@ -75,7 +75,7 @@ def grad_memory_kernel(
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
     b_eye = identity(p_query, columns, EYE)
     b_high, b_low = load_memory(p_records, columns[None, :], values[:, None], D, E, PRECISION)
-    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
+    factor, ratio = tl.load(scalar_at(p_records, FACTOR, D, E)), tl.load(scalar_at(p_records, RATIO, D, E))
     b_grad_memory = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
@@ -94,7 +94,7 @@ def grad_memory_kernel(
                 b_high, b_low = load_memory(p_records, columns[None, :], tile + values[:, None], D, E, PRECISION)
             b_product = dot_split(b_each, b_high, b_low, tl.zeros((BLOCK, BLOCK_D), tl.float32), PRECISION)
             overlap += tl.sum(b_query * b_product, 1)
-        b_grad_memory = dot_transposed(b_query * received[:, None], b_grad, b_grad_memory, PRECISION)
+        b_grad_memory = dot_tn(b_query * received[:, None], b_grad, b_grad_memory, PRECISION)
         overlap *= received
         if tl.program_id(1) == 0:
             tl.store(p_overlap + start + offset, overlap, mask=offset < count - start)
@@ -110,7 +110,8 @@ def grad_memory_kernel(
         product = tl.sum(b_grad_memory * tl.load(p_records + index, mask=inside, other=0.0))
         tl.store(p_products + record * tl.num_programs(1) + tl.program_id(1), product)
     if tl.program_id(1) == 0:
-        store_vector(p_own, CONSERVED_KEY_SUM, columns, tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0), D, E)
+        p_key_sum = vector_at(p_own, CONSERVED_KEY_SUM, D, E) + columns
+        tl.store(p_key_sum, tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0), mask=columns < D)
 
 
 @kernel
@@ -135,7 +136,7 @@ def grad_finish_kernel(
     if tl.program_id(1) == 0:
         columns = tl.arange(0, BLOCK_D)
         vector = sum_vector(p_partial, CONSERVED_KEY_SUM, segments, columns, D, E)
-        store_vector(p_grads, CONSERVED_KEY_SUM, columns, vector, D, E)
+        tl.store(vector_at(p_grads, CONSERVED_KEY_SUM, D, E) + columns, vector, mask=columns < D)
 
 
 @triton.jit
@@ -183,7 +184,8 @@ def grad_competition_kernel(
     columns, values, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK)
     b_eye = identity(p_key, columns, EYE)
     b_high, b_low = load_memory(p_grads, columns[None, :], values[:, None], D, E, PRECISION)
-    reference, inverse = load_scalar(p_records, REFERENCE, D, E), load_scalar(p_records, INVERSE_MASS, D, E)
+    reference = tl.load(scalar_at(p_records, REFERENCE, D, E))
+    inverse = tl.load(scalar_at(p_records, INVERSE_MASS, D, E))
     index = tl.arange(0, PRODUCTS)
     product = tl.sum(tl.load(p_products + record * products + index, mask=index < products, other=0.0), 0)
     grad_conserved_key_sum = load_vector(p_grads, CONSERVED_KEY_SUM, columns, D, E)
@@ -219,10 +221,10 @@ def grad_competition_kernel(
             tl.store(p_grad_conserved + start + offset, weight, mask=inside)
             b_weighted_conserved += b_key * weight[:, None]
             weights_conserved += weight
-    grad_query_sum = tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0)
-    store_vector(p_own, QUERY_SUM, columns, grad_query_sum, D, E)
-    grad_conserved_query_sum = tl.sum(b_weighted_conserved, 0) + eps * tl.sum(weights_conserved, 0)
-    store_vector(p_own, CONSERVED_QUERY_SUM, columns, grad_conserved_query_sum, D, E)
+    p_query_sum = vector_at(p_own, QUERY_SUM, D, E) + columns
+    tl.store(p_query_sum, tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0), mask=columns < D)
+    p_query_sum = vector_at(p_own, CONSERVED_QUERY_SUM, D, E) + columns
+    tl.store(p_query_sum, tl.sum(b_weighted_conserved, 0) + eps * tl.sum(weights_conserved, 0), mask=columns < D)
 
 
 @kernel
@@ -261,7 +263,7 @@ def grad_query_kernel(
     conserved_key_sum = load_vector(p_records, CONSERVED_KEY_SUM, columns, D, E) + eps
     grad_query_sum = sum_vector(p_partial, QUERY_SUM, segments, columns, D, E)
     grad_conserved_query_sum = sum_vector(p_partial, CONSERVED_QUERY_SUM, segments, columns, D, E)
-    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
+    factor, ratio = tl.load(scalar_at(p_records, FACTOR, D, E)), tl.load(scalar_at(p_records, RATIO, D, E))
     b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
@@ -292,7 +294,7 @@ def grad_query_kernel(
         b_gradient = feature_gradient(b_gradient, b_query, MAP)
         store_rows(p_out, r_token, start, offset, offset < count - start, columns, b_gradient, D, PRECISION)
     grad_key_sum = tl.sum(b_weighted, 0) + eps * tl.sum(weights, 0)
-    store_vector(record_at(p_partial, segment, D, E), KEY_SUM, columns, grad_key_sum, D, E)
+    tl.store(vector_at(record_at(p_partial, segment, D, E), KEY_SUM, D, E) + columns, grad_key_sum, mask=columns < D)
 
 
 @triton.jit
@@ -301,7 +303,8 @@ def _load_head(p_record, p_grads, columns, eps, D: tl.constexpr, E: tl.constexpr
     query_sum = load_vector(p_record, QUERY_SUM, columns, D, E) + eps
     conserved_query_sum = load_vector(p_record, CONSERVED_QUERY_SUM, columns, D, E) + eps
     grad_conserved_key_sum = load_vector(p_grads, CONSERVED_KEY_SUM, columns, D, E)
-    reference, inverse = load_scalar(p_record, REFERENCE, D, E), load_scalar(p_record, INVERSE_MASS, D, E)
+    reference = tl.load(scalar_at(p_record, REFERENCE, D, E))
+    inverse = tl.load(scalar_at(p_record, INVERSE_MASS, D, E))
     return query_sum, conserved_query_sum, grad_conserved_key_sum, reference, inverse
 
 

@@ -56,21 +56,21 @@ def by_name(query: Tensor) -> bool:
 
 def bidirectional(*args) -> Tensor:
     """See `flow_attention`."""
-    from .bidirectional import bidirectional
+    from .bidirectional.op import bidirectional
 
     return bidirectional(*args)
 
 
 def causal(*args) -> Tensor:
     """See `flow_attention`."""
-    from .causal import causal
+    from .causal.op import causal
 
     return causal(*args)
 
 
 def recurrent(*args) -> tuple[Tensor, State]:
     """See `flow_attention_recurrent`."""
-    from .causal import recurrent
+    from .causal.op import recurrent
 
     return recurrent(*args)
 
@@ -78,7 +78,7 @@ def recurrent(*args) -> tuple[Tensor, State]:
 def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
     """See `flow_attention_varlen`."""
     if is_causal:
-        from .causal import packed
+        from .causal.op import packed
     else:
-        from .bidirectional import packed
+        from .bidirectional.op import packed
     return packed(query, key, value, lengths, scale, variant)

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, differentiate, distinct, empty_result, register
-from ..variant import FlowVariant
-from ..varlen import Lengths, check_bounds
-from .bidirectional_plan import BidirectionalPlan, kept_sizes
-from .launch import Kernel, arguments
-from .plan import contiguous, dense, empty, plan_of
-from .precision import float32_precision
+from ...common import VARIANT, differentiate, distinct, empty_result, register
+from ...variant import FlowVariant
+from ...varlen import Lengths, check_bounds
+from ..launch import Kernel, arguments
+from ..plan import contiguous, dense, empty, plan_of
+from ..precision import float32_precision
+from .plan import BidirectionalPlan, kept_sizes
 
 
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:

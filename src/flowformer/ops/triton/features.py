@@ -1,7 +1,7 @@
 """The feature map φ and its derivative, for use inside Triton kernels.
 
-Everything here takes and returns float32. FAST selects the hardware's tanh, whose error of 2⁻¹¹ lies below the rounding
-of bfloat16 but not of float32; `fast` says where it may be used.
+FAST selects the hardware's tanh, whose error of 2⁻¹¹ is below the rounding of bfloat16 but not of float32; `fast` says
+where it may be used.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from .numerics import half_sigmoid, sigmoid
+from .precision import operand
 
 
 def fast(dtype: torch.dtype, device: torch.device) -> bool:
@@ -19,27 +22,11 @@ def fast(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @triton.jit
-def _half_sigmoid(x):
-    """The sigmoid of 2x: one special-function instruction instead of two and a division."""
-    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return 0.5 * tanh + 0.5
-
-
-@triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    if FAST:
-        return _half_sigmoid(0.5 * x)
-    # exp of a negative number only, so that nothing overflows
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
-
-
-@triton.jit
 def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
     """φ(scale·x), MAP being the `feature_map` of a FlowVariant; without a scale it is 1."""
     x = x.to(tl.float32)
     if MAP == "sigmoid" and FAST and scale is not None:
-        return _half_sigmoid(x * (0.5 * scale))
+        return half_sigmoid(x * (0.5 * scale))
     if scale is not None:
         x *= scale
     if MAP == "sigmoid":
@@ -50,7 +37,7 @@ def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
-# two bfloat16 in a register: x/2 by HALVE, then φ and φ + ε
+# PTX for two bfloat16 in a register: HALVE gives x/2 of each, the rest φ and φ + ε
 _FAST_PAIR = """
 {
     .reg .b32 half, one, minus_zero, low, high;
@@ -75,10 +62,10 @@ _SCALED_PAIR = tl.constexpr(_FAST_PAIR.replace("HALVE", _SPLIT.format("$2") + "m
 
 
 @triton.jit
-def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
-    """φ(scale·x) and φ(scale·x) + ε, rounded to what the tensor cores take; without a scale it is 1."""
-    if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and tl.bfloat16 == DOT:
-        # two numbers at a time from register to register: the conversions would cost more than the sigmoid
+def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):
+    """φ(scale·x) and φ(scale·x) + ε, as operands of a product; without a scale it is 1."""
+    if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and PRECISION == "bf16":
+        # two numbers at a time, packed in a register: conversions would cost more than the sigmoid
         eps = tl.cast(eps, tl.bfloat16)
         outputs: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         if scale is None:
@@ -87,7 +74,7 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, DOT: 
             factors = [x, eps, 0.5 * scale]
             return tl.inline_asm_elementwise(_SCALED_PAIR, "=r,=r,r,r,f,f", factors, outputs, is_pure=True, pack=2)
     phi = feature(x, scale, MAP, FAST)
-    return phi.to(DOT), (phi + eps).to(DOT)
+    return operand(phi, PRECISION), operand(phi + eps, PRECISION)
 
 
 # φ(0): what the features of small inputs have in common

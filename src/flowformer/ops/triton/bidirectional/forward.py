@@ -1,8 +1,8 @@
 """The forward kernels of bidirectional Flow-Attention, in the order of their launches.
 
 Each program walks over the tokens of one segment of one head, BLOCK at a time, and writes what it adds up to its own
-record (`records.py`); the next kernel adds the records of a head in a fixed order, so results are deterministic. Where a
-head is one segment (WHOLE), the record of its segment is that of the head, and `finish_kernel` is not launched.
+record (`records.py`); the next kernel adds the records of a head in a fixed order, so results are deterministic.
+Where a head is one segment (WHOLE), the record of its segment is that of the head, and `finish_kernel` is not launched.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); per token (B·H, N) or (B·H, M), float32. Packed
 sequences are one row of a batch, (1, H, T, D), with bounds (B + 1,). Math: docs/kernels.md.
@@ -13,9 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import kernel
+from ..numerics import clamped, sigmoid
+from ..precision import dot_split, dot_tn
 from .blocks import (
     add_eps,
-    clamped,
     identity,
     load_features,
     load_memory,
@@ -26,9 +28,6 @@ from .blocks import (
     store_rows,
     token_at,
 )
-from .features import sigmoid
-from .launch import kernel
-from .precision import dot_split, dot_transposed
 from .records import (
     CONSERVED_KEY_SUM,
     CONSERVED_QUERY_SUM,
@@ -41,11 +40,9 @@ from .records import (
     REFERENCE,
     SINKS,
     SOURCES,
-    load_scalar,
     load_vector,
     record_at,
-    store_scalar,
-    store_vector,
+    scalar_at,
     sum_segments,
     sum_vector,
     vector_at,
@@ -69,8 +66,8 @@ def _sum_features(
         weight = valid.to(tl.float32)
         b_sum += b_phi * weight[:, None]
         tokens += weight
-    store_vector(p_record, VECTOR, columns, tl.sum(b_sum, 0), D, E)
-    store_scalar(p_record, SCALAR, tl.sum(tokens, 0), D, E)
+    tl.store(vector_at(p_record, VECTOR, D, E) + columns, tl.sum(b_sum, 0), mask=columns < D)
+    tl.store(scalar_at(p_record, SCALAR, D, E), tl.sum(tokens, 0))
 
 
 @kernel
@@ -127,7 +124,8 @@ def _sum_conserved(
         if KEEP:
             tl.store(p_flow + start + offset, flow, mask=offset < count - start)
         b_sum += b_phi * tl.where(valid, 1.0 / flow, 0.0)[:, None]
-    store_vector(record_at(p_records, segment, D, E), WRITE, columns, tl.sum(b_sum, 0), D, E)
+    p_vector = vector_at(record_at(p_records, segment, D, E), WRITE, D, E) + columns
+    tl.store(p_vector, tl.sum(b_sum, 0), mask=columns < D)
 
 
 @kernel
@@ -231,11 +229,11 @@ def memory_kernel(
             weight = tl.full((BLOCK,), 1.0, tl.float32)
         weight = tl.where(valid, weight, 0.0)
         mass += weight
-        b_memory = dot_transposed(b_key * weight[:, None], b_value, b_memory, PRECISION)
+        b_memory = dot_tn(b_key * weight[:, None], b_value, b_memory, PRECISION)
     p_memory = p_own + (columns[:, None] * E + values[None, :])
     inside = (columns < D)[:, None] & (values < E)[None, :]
     if WHOLE:
-        m, n = load_scalar(p_own, SOURCES, D, E), load_scalar(p_own, SINKS, D, E)
+        m, n = tl.load(scalar_at(p_own, SOURCES, D, E)), tl.load(scalar_at(p_own, SINKS, D, E))
         inverse = _inverse_mass(tl.sum(mass, 0), m, COMPETITION)
         tl.store(p_memory, b_memory * inverse, mask=inside)
         # the scalars stored next are those just loaded: all threads must have loaded them
@@ -245,8 +243,8 @@ def memory_kernel(
     else:
         tl.store(p_memory, b_memory, mask=inside)
         if tl.program_id(1) == 0:
-            store_scalar(p_own, REFERENCE, reference, D, E)
-            store_scalar(p_own, MASS, tl.sum(mass, 0), D, E)
+            tl.store(scalar_at(p_own, REFERENCE, D, E), reference)
+            tl.store(scalar_at(p_own, MASS, D, E), tl.sum(mass, 0))
 
 
 @triton.jit
@@ -263,10 +261,10 @@ def _store_finished(
     E: tl.constexpr,
 ):  # fmt: skip
     """The scalars of a finished head."""
-    store_scalar(p_record, FACTOR, m if RESCALE or COMPETITION != "softmax" else 1.0, D, E)
-    store_scalar(p_record, RATIO, n / tl.maximum(m, 1.0) if RESCALE else 1.0, D, E)
-    store_scalar(p_record, REFERENCE, reference, D, E)
-    store_scalar(p_record, INVERSE_MASS, inverse, D, E)
+    tl.store(scalar_at(p_record, FACTOR, D, E), m if RESCALE or COMPETITION != "softmax" else 1.0)
+    tl.store(scalar_at(p_record, RATIO, D, E), n / tl.maximum(m, 1.0) if RESCALE else 1.0)
+    tl.store(scalar_at(p_record, REFERENCE, D, E), reference)
+    tl.store(scalar_at(p_record, INVERSE_MASS, D, E), inverse)
 
 
 @kernel
@@ -288,9 +286,9 @@ def finish_kernel(
         segment = start + tl.arange(0, 16)
         keep = segment < segments
         p_each = record_at(p_partial, segment, D, E)
-        m += tl.sum(load_scalar(p_each, SOURCES, D, E, keep), 0)
-        n += tl.sum(load_scalar(p_each, SINKS, D, E, keep), 0)
-        reference = tl.maximum(reference, tl.max(load_scalar(p_each, REFERENCE, D, E, keep), 0))
+        m += tl.sum(tl.load(scalar_at(p_each, SOURCES, D, E), mask=keep, other=0.0), 0)
+        n += tl.sum(tl.load(scalar_at(p_each, SINKS, D, E), mask=keep, other=0.0), 0)
+        reference = tl.maximum(reference, tl.max(tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=0.0), 0))
 
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     memory = tl.zeros((CHUNK,), tl.float32)
@@ -298,8 +296,8 @@ def finish_kernel(
         segment = start + tl.arange(0, 4)
         keep = segment < segments
         p_each = record_at(p_partial, segment, D, E)
-        weight = tl.exp(load_scalar(p_each, REFERENCE, D, E, keep) - reference)
-        mass += tl.sum(weight * load_scalar(p_each, MASS, D, E, keep), 0)
+        weight = tl.exp(tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=0.0) - reference)
+        mass += tl.sum(weight * tl.load(scalar_at(p_each, MASS, D, E), mask=keep, other=0.0), 0)
         keep = keep[:, None] & (index < D * E)[None, :]
         b_part = tl.load(record_at(p_partial, segment[:, None], D, E) + index[None, :], mask=keep, other=0.0)
         memory += tl.sum(b_part * weight[:, None], 0)
@@ -343,7 +341,7 @@ def result_kernel(
     b_high, b_low = load_memory(p_records, columns[:, None], values[None, :], D, E, PRECISION)
     conserved_key_sum = add_eps(load_vector(p_records, CONSERVED_KEY_SUM, columns, D, E), columns, eps, D)
     constant = eps * tl.sum(conserved_key_sum, 0) + flow_eps
-    factor, ratio = load_scalar(p_records, FACTOR, D, E), load_scalar(p_records, RATIO, D, E)
+    factor, ratio = tl.load(scalar_at(p_records, FACTOR, D, E)), tl.load(scalar_at(p_records, RATIO, D, E))
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         valid = load_valid(p_query_mask, mask_start, start, offset, count)
         inside = offset < count - start

@@ -1,0 +1,1 @@
+"""Bidirectional Flow-Attention as Triton kernels."""

@@ -1,0 +1,1 @@
+"""Causal Flow-Attention as Triton kernels."""

@@ -1,0 +1,219 @@
+"""Kernels of dS and dV, the first of the causal backward pass.
+
+With w = ⟨V, dV⟩ per token, and L the running log Σ exp(Ô):
+    dÔ_t = w_t − exp(Ô_t − L_t) Z_t,   Z_t = Σ_{s≥t} w_s exp(L_t − L_s)
+L never falls, so no exponent is positive. Where a head has several segments, what later segments add to Z reaches a
+token by the factor exp(Ô − L_end): a segment leaves Σ (k + ε) dÔ/D without it and Σ (k + ε) exp(Ô − L_end)/D, which
+`flow_gradient_kernel` puts together.
+
+Shapes are those of `forward.py`; `grads` are the planes of `planes.py`. dÎ and dÔ are linear in ⟨dR, R⟩ and w, so each
+tile of E adds its part. Math: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..launch import kernel
+from ..numerics import add_logs, clamped, sigmoid
+from ..precision import dot, dot_nn, dot_nt, operand
+from .chunks import (
+    combine_decay,
+    decay,
+    inside_of,
+    load_count,
+    load_features,
+    load_memory,
+    load_rows,
+    load_weights,
+    locate,
+    locate_chunk,
+    mask_triangle,
+    materialize,
+    store_memory,
+    store_rows,
+    store_vector,
+    triangle,
+)
+from .columns import operand_columns, pick
+from .planes import CONSERVED_OUTGOING, DECLINED, GRAD_PLANES, LOG_OUTGOING
+
+
+@triton.jit
+def _sum_and_least(sum, least, other_sum, other_least):
+    return sum + other_sum, tl.minimum(least, other_least)
+
+
+@triton.jit
+def competition_gradient(weight, flow, log, later, log_later, tokens):
+    """dÔ of a chunk before the clamp, and Z and L of its first token, from those after it."""
+    _, sums = tl.associative_scan((log, weight), 0, combine_decay, reverse=True)
+    sums += decay(log, log_later) * later
+    # a masked token may have any Ô; the caller zeroes its gradient
+    gradient = weight - decay(flow, log) * sums
+    first, least = tl.reduce((tl.where(tokens == 0, sums, 0.0), log), 0, _sum_and_least)
+    return gradient, first, least
+
+
+@kernel
+def grad_memory_kernel(
+    p_query, p_grad, p_result, p_positions, p_bounds, p_flows, p_grads, p_partial, p_conserved,
+    q_batch, q_head, q_token, g_batch, g_head, g_token, r_batch, r_head, r_token,
+    plane, heads, shared, length, size, segments, scale, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """dS = Σ qᵀ α/(I·D) dR and d(Σk/O) = Σ (q + ε) dÎ/D of each segment, and ⟨dR, R⟩ of each token.
+
+    Grid:   (B·H, segments, tiles of E). Only where heads have several segments.
+    Reads:  Q, dR, R; planes of `flows`.
+    Writes: dS (B·H, T, D, E) into `partial`, for `scan_kernel`; d(Σk/O), the first vector of `conserved` (B·H, T,
+            tiles, 2, D); ⟨dR, R⟩ of the tile, a plane of `grads`.
+    """
+    batch, head, start, first, last = locate(p_bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
+    plane = tl.cast(plane, tl.int64)
+    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    p_query += (batch * q_batch + head * q_head) * ALIGN
+    p_grad += (batch * g_batch + head * g_head) * ALIGN
+    p_result += (batch * r_batch + head * r_head) * ALIGN
+    p_flows += (batch * heads + head) * length
+    p_grads += (batch * heads + head) * length
+    tokens = tl.arange(0, C)
+    b_memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    b_sums, all_in = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
+        base = first + chunk * C
+        rows, keep, _ = locate_chunk(p_positions, batch, length, base, tokens, start, last, 0.0)
+        b_query, _ = load_features(
+            p_query, base, rows, q_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
+        )
+        b_grad = load_rows(p_grad, base, rows, g_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+        b_result = load_rows(p_result, base, rows, r_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+        p_flow, overlap = p_flows + base + tokens, tl.sum(b_grad * b_result, 1)
+        tl.store(p_grads + base + tokens + (GRAD_PLANES + tile) * plane, overlap, mask=inside_of(tokens, base, last))
+        conserved_in = overlap * tl.load(p_flow + DECLINED * plane, mask=keep, other=0.0)
+        none = tl.zeros([C], tl.float32)
+        b_sums = dot(tl.trans(b_query), operand_columns(conserved_in, none, none, none, PRECISION), b_sums, PRECISION)
+        all_in += conserved_in
+        received, _ = load_weights(p_flow, plane, keep)
+        b_memory = dot(tl.trans(b_query), operand(b_grad * received[:, None], PRECISION), b_memory, PRECISION)
+    index = row * segments + segment
+    store_memory(p_partial + index * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
+    total = pick(b_sums, 0) + eps * tl.sum(all_in, 0)
+    store_vector(p_conserved, (index * TILES + tile) * 2, tl.arange(0, BLOCK_D), total, D)
+
+
+@kernel
+def value_gradient_kernel(
+    p_query, p_key, p_value, p_grad, p_result, p_grad_value, p_positions, p_bounds, p_state_scalars,
+    p_flows, p_grads, p_logs, p_memories, p_start_memory, p_carried, p_conserved, p_reaching,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, g_batch, g_head, g_token,
+    r_batch, r_head, r_token, dv_batch, dv_head, dv_token,
+    plane, heads, shared, length, size, segments, scale, eps, clamp,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
+    MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """dV, from right to left with dS, and dÔ/D of each token without what later segments add.
+
+    Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
+    Reads:  Q, K, V, dR; planes of `flows`; dS after each segment (`memories`); L before each segment (`logs`).
+            R, if the head is one segment.
+    Writes: dV for every query head (B, H, N, E); dÔ/D of the tile, a plane of `grads`; Z before each segment
+            (`carried`). SPLIT, several segments: d(Σq/I) = Σ (k + ε) dÔ/D, the second vector of `conserved` (B·H, T,
+            tiles, 2, D), and Σ (k + ε) exp(Ô − L_end)/D (`reaching`). Otherwise ⟨dR, R⟩ of the tile, and dS before the
+            first token.
+    """
+    batch, head, start, first, last = locate(p_bounds, heads, length, size)
+    q_token = D if DENSE else q_token * ALIGN
+    k_token = D if DENSE else k_token * ALIGN
+    v_token = E if DENSE else v_token * ALIGN
+    g_token = E if DENSE else g_token * ALIGN
+    r_token = E if DENSE else r_token * ALIGN
+    dv_token = E if DENSE else dv_token * ALIGN
+    plane = tl.cast(plane, tl.int64)
+    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    p_query += (batch * q_batch + head * q_head) * ALIGN
+    p_key += (batch * k_batch + head // shared * k_head) * ALIGN
+    p_value += (batch * v_batch + head // shared * v_head) * ALIGN
+    p_grad += (batch * g_batch + head * g_head) * ALIGN
+    p_grad_value += (batch * dv_batch + head * dv_head) * ALIGN
+    p_flows += (batch * heads + head) * length
+    p_grads += (batch * heads + head) * length
+    count, tokens = load_count(p_state_scalars), tl.arange(0, C)
+    p_logs += row * (segments + 1) + segment
+    log_start, log_end = tl.load(p_logs), tl.load(p_logs + 1)
+    later, log_later = 0.0, log_end
+    if SPLIT:
+        b_sums = tl.zeros([BLOCK_D, 16], tl.float32)
+        all_out, all_reaching = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    else:
+        p_result += (batch * r_batch + head * r_head) * ALIGN
+    b_memory, b_upper = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), triangle(C, True)
+    if p_memories is not None:
+        b_memory += load_memory(p_memories + (row * segments + segment) * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
+    chunks = tl.cdiv(last - first, C).to(tl.int32)
+    for step in tl.range(0, chunks, num_stages=STAGES):
+        base = first + (chunks - 1 - step) * C
+        rows, keep, position = locate_chunk(p_positions, batch, length, base, tokens, start, last, count)
+        b_query, _ = load_features(
+            p_query, base, rows, q_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
+        )
+        b_key, _ = load_features(
+            p_key, base, rows, k_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
+        )
+        b_grad = load_rows(p_grad, base, rows, g_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+        p_flow, p_grad_flow, inside = p_flows + base + tokens, p_grads + base + tokens, inside_of(tokens, base, last)
+        received, competition = load_weights(p_flow, plane, keep)
+        if COMPETITION != "none":
+            flow, log = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            # Always true. The branch keeps these two loads out of the software pipeline; with them in it, shared memory
+            # allows only one program per SM (check: shared memory of the compiled kernel without the branch)
+            if SPLIT or step < chunks:
+                flow = tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                if COMPETITION == "softmax":
+                    log = tl.load(p_flow + LOG_OUTGOING * plane, mask=inside, other=0.0)
+        b_received_grad = operand(b_grad * received[:, None], PRECISION)
+        b_products = mask_triangle(dot_nt(b_key, b_query, PRECISION), b_upper, FAST, PRECISION)
+        b_gradient = dot_nn(b_key, operand(b_memory, PRECISION), PRECISION)
+        b_gradient = dot(b_products, b_received_grad, b_gradient, PRECISION) * competition[:, None]
+        store_rows(p_grad_value, base, tokens, dv_token, inside, tile, b_gradient, E, BLOCK_E)
+        b_memory = dot(tl.trans(b_query), b_received_grad, b_memory, PRECISION)
+        b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+        if not SPLIT:
+            b_result = load_rows(p_result, base, rows, r_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+            tl.store(p_grad_flow + (GRAD_PLANES + tile) * plane, tl.sum(b_grad * b_result, 1), mask=inside)
+        if COMPETITION != "none":
+            weight = materialize(tl.sum(b_value * b_gradient, 1))
+            if COMPETITION == "softmax":
+                log = tl.where(inside, add_logs(log_start, log, FAST), log_later)
+                outgoing, later, log_later = competition_gradient(weight, flow, log, later, log_later, tokens)
+            else:
+                outgoing = weight * sigmoid(-clamped(flow, -clamp, clamp), False)
+            unclamped = keep & (tl.abs(flow) <= clamp)
+            outgoing = tl.where(unclamped, outgoing / position, 0.0)
+            tl.store(p_grad_flow + (GRAD_PLANES + TILES + tile) * plane, outgoing, mask=inside)
+            if SPLIT:
+                none = tl.zeros([C], tl.float32)
+                share = none
+                if COMPETITION == "softmax":
+                    share = tl.where(unclamped, decay(flow, log_end) / position, 0.0)
+                b_weights = operand_columns(outgoing, share, none, none, PRECISION)
+                b_sums = dot(tl.trans(b_key), b_weights, b_sums, PRECISION)
+                all_out, all_reaching = all_out + outgoing, all_reaching + share
+    index, columns = row * segments + segment, tl.arange(0, BLOCK_D)
+    if COMPETITION == "softmax":
+        tl.store(p_carried + index * TILES + tile, decay(log_start, log_later) * later)
+    if SPLIT:
+        total = pick(b_sums, 0) + eps * tl.sum(all_out, 0)
+        store_vector(p_conserved, (index * TILES + tile) * 2 + 1, columns, total, D)
+        if tile == 0:
+            store_vector(p_reaching, index, columns, pick(b_sums, 1) + eps * tl.sum(all_reaching, 0), D)
+    else:
+        store_memory(p_start_memory + row * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
