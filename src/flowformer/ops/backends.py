@@ -42,8 +42,9 @@ def choose(
 ) -> Backend:
     """The backend of that name; without a name, the first that can compute this call."""
     if name is None:
-        call = query, key, value, is_causal, variant
-        return next(b for b in BACKENDS.values() if not b.by_name(query) and not b.refusals(*call))
+        for backend in BACKENDS.values():
+            if not backend.by_name(query) and not backend.refusals(query, key, value, is_causal, variant):
+                return backend
     if name not in BACKENDS:
         accepted = ", ".join(map(repr, BACKENDS))
         raise ValueError(

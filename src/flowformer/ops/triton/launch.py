@@ -1,4 +1,4 @@
-"""Launch cache: the kernels of a call are compiled once, side by side, then replayed with new pointers.
+"""Launch cache: the kernels of a call are compiled once, in parallel, then replayed with new pointers.
 
 Triton re-specialises the arguments of every launch, which costs more than a short kernel runs. So the first call of a
 plan records the compiled launchers, and later calls only fill in pointers and the stream.
@@ -26,7 +26,6 @@ from torch import Tensor
 # other release every call goes through Triton's own launch.
 REPLAYABLE = ("3.6.",)
 STREAM = 3  # where that launcher takes the stream
-
 
 # Kernels are not compiled for lengths and strides; `plan.Strides` says what is known of strides.
 _TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "own", "other", "left", "right", "out")
@@ -65,20 +64,20 @@ class Kernel(NamedTuple):
 
     function: Any
     grid: tuple[int, int, int]
-    arguments: Sequence[Argument | None]  # its first
-    numbers: Sequence[Any]  # those between the tensors and the constants
-    constants: Mapping[str, Any]  # by name, all that follow
+    arguments: Sequence[Argument | None]  # its first parameters
+    numbers: Sequence[Any]  # the parameters between these and the constants
+    constants: Mapping[str, Any]  # the rest of its parameters, by name
     warps: int = 4
-    smaller: Sequence[Mapping[str, Any]] = ()  # constants to replace, one after another, until it fits the device
+    smaller: Sequence[Mapping[str, Any]] = ()  # replacements for constants, tried in turn until shared memory suffices
 
 
 class Launches:
     """The kernels of one plan: compiled at its first call, replayed at later ones.
 
     Args:
-        wgmma: whether matrix products may use Hopper's warp-group instructions. ptxas 12.8 (Triton 3.6) gives some of
-            them addresses in uniform registers that it never wrote, where factors of several widths are alive at once;
-            `tests/machine_code.py` finds such reads in the SASS of a kernel.
+        wgmma: whether matrix products may use Hopper's warp-group instructions. Where operands of several widths are
+            alive at once, ptxas 12.8 (Triton 3.6) makes some of them read uniform registers that it never wrote (check:
+            compile with wgmma=True and run `tests/machine_code.py`, which finds such reads in the SASS).
     """
 
     def __init__(self, wgmma: bool = True) -> None:
@@ -95,7 +94,7 @@ class Launches:
         """Launches the kernels that `describe` makes of the tensors, of which all but the first may be None.
 
         Args:
-            ahead: the kernels of another call that will follow, to be compiled beside these.
+            ahead: the kernels of the call that will follow, the backward pass, to be compiled together with these.
         """
         with device_of(tensors[0]):
             if self._replay is not None:
@@ -106,7 +105,9 @@ class Launches:
                 following = () if ahead is None else list(ahead())
                 self._constants = fit([*kernels, *following], tensors[0].device, self._wgmma)[: len(kernels)]
             kernels = [kernel._replace(constants=c) for kernel, c in zip(kernels, self._constants, strict=True)]
-            compiled = [_launch(kernel) for kernel in kernels]
+            compiled = []
+            for kernel in kernels:
+                compiled.append(_launch(kernel))
             # the interpreter compiles nothing
             if None not in compiled and triton.__version__.startswith(REPLAYABLE):
                 recorded = [_record(kernel, each) for kernel, each in zip(kernels, compiled, strict=True)]
@@ -114,7 +115,7 @@ class Launches:
 
 
 def fit(kernels: Sequence[Kernel], device: torch.device, wgmma: bool) -> list[Mapping[str, Any]]:
-    """Compiles kernels side by side. Returns: the constants of each, smaller where shared memory is short."""
+    """Compiles kernels in parallel. Returns: the constants of each, smaller where shared memory is short."""
     constants = [kernel.constants for kernel in kernels]
     if not isinstance(kernels[0].function, triton.JITFunction):
         return constants
