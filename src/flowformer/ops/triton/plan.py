@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
-from .launch import Argument, Kernel, Launches
+from .launch import Launches
 
 PLAN_CACHE_SIZE = 512
 
@@ -29,7 +29,8 @@ class Tuning(NamedTuple):
 class Plan:
     """The kernels of a forward or a backward pass, and how many numbers their buffers have.
 
-    A buffer is one float32 tensor, which `Argument.split` cuts into parts of these sizes.
+    A subclass has methods `forward` and `backward`, which take the tensors of a call as `Argument`s and yield its
+    kernels in order. A buffer is one float32 tensor, which `Argument.split` cuts into parts of these sizes.
 
     Attributes:
         kept: what the forward pass saves for the backward pass; empty without one.
@@ -44,23 +45,17 @@ class Plan:
     def __init__(self, wgmma: bool = True) -> None:
         self.launches = Launches(wgmma)
 
-    def forward(self, *tensors: Argument | None) -> Iterator[Kernel]:
-        raise NotImplementedError
-
-    def backward(self, *tensors: Argument | None) -> Iterator[Kernel]:
-        raise NotImplementedError
-
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
-def plan_of(plan: type[AnyPlan], tensors: Sequence[Tensor | None], *options: Any) -> AnyPlan:
+def plan_of(plan: Callable[..., AnyPlan], tensors: Sequence[Any], *options: Any) -> AnyPlan:
     """The plan of a call. Tensors and options are everything that a kernel could be compiled or sized for."""
     return cached_plan(plan, signature(tensors), tensors[0].device, *options)
 
 
 @functools.lru_cache(maxsize=PLAN_CACHE_SIZE)
-def cached_plan(plan, *key):
+def cached_plan(plan: Any, *key: Any) -> Any:
     return plan(*key)
 
 

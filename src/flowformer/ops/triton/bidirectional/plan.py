@@ -38,7 +38,7 @@ KERNELS = (
 
 def _table(*rows: tuple) -> dict[str, Tuning]:
     """From (block, warps, stages, eye) of each kernel."""
-    return {name: Tuning(*row[1:3], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
+    return {name: Tuning(row[1], row[2], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
 
 
 # by the larger of the two head dimensions, up to the one given
@@ -263,7 +263,7 @@ class BidirectionalPlan(Plan):
         grid = (self.records if heads is None else heads) * self.segments, programs, 1
         return Kernel(getattr(module, f"{name}_kernel"), grid, arguments, numbers, constants, tuning.warps, smaller)
 
-    def _finish(self, function, arguments: tuple[Argument, ...], constants: Mapping[str, Any]) -> Kernel:
+    def _finish(self, function, arguments: tuple[Argument, ...], constants: dict[str, Any]) -> Kernel:
         """A kernel that adds up the records of a head's segments."""
         constants = self.dims | {"CHUNK": CHUNK} | constants
         return Kernel(function, (self.records, self.chunks, 1), arguments, (self.segments,), constants)
@@ -271,7 +271,7 @@ class BidirectionalPlan(Plan):
 
 def _precision(dtype: torch.dtype, dim: int, float32_precision: str | None) -> str:
     """How matrices are multiplied, see `precision.py`."""
-    precision = {torch.float32: float32_precision, torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
+    precision = float32_precision or {torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if precision == "bf16" and dim < 8:
         # the rounding of so few features does not average out
         precision = "bf16x3"
