@@ -195,6 +195,17 @@ def test_query_heads_share_key_heads(monkeypatch):
     check(inputs_of(batch=1, heads=4, key_heads=2, sinks=20, value_dim=3))
 
 
+def test_autocast_changes_nothing():
+    """Kernels are not under its control, and what is added up for shared key heads keeps its dtype."""
+    inputs = inputs_of(torch.bfloat16, batch=1, heads=4, key_heads=2, sinks=20)
+    apart = with_gradients(run(), inputs)
+    with torch.autocast(DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16):
+        under = with_gradients(run(), inputs)
+    assert [x.dtype for x in under] == [torch.bfloat16] * 4
+    for ours, other in zip(under, apart, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
 def cut_in_two(cut, causal):
     def together(query, key, value):
         parts, state = [], None

@@ -128,12 +128,12 @@ class FlowState:
                 f"zero_rows takes a bool tensor of shape ({batch},), True = start over, "
                 f"got {rows.dtype} of shape {tuple(rows.shape)}."
             )
-        nothing = FlowState.empty(*self.memory.shape, device=self.device, dtype=self.dtype)
+        empty = FlowState.empty(*self.memory.shape, device=self.device, dtype=self.dtype)
         rows = rows.to(self.device)[:, None, None]
         return FlowState(
-            torch.where(rows[..., None], nothing.sums, self.sums),
-            torch.where(rows[..., None], nothing.memory, self.memory),
-            torch.where(rows, nothing.scalars, self.scalars),
+            torch.where(rows[..., None], empty.sums, self.sums),
+            torch.where(rows[..., None], empty.memory, self.memory),
+            torch.where(rows, empty.scalars, self.scalars),
         )
 
 

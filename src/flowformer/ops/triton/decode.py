@@ -102,8 +102,8 @@ def decode_kernel(
     else:
         for tile in range(0, E, BLOCK_E):
             values = tile + tl.arange(0, BLOCK_E)
-            nothing = tl.zeros([BLOCK_E], tl.float32).to(p_result.dtype.element_ty)
-            tl.store(p_result + values, nothing, mask=values < E)
+            zeros = tl.zeros([BLOCK_E], tl.float32).to(p_result.dtype.element_ty)
+            tl.store(p_result + values, zeros, mask=values < E)
 
 
 def decode(
