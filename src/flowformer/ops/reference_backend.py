@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import reference
 from .variant import FlowVariant
-from .varlen import Lengths, starts_and_lengths
+
+if TYPE_CHECKING:
+    from .varlen import Lengths
 
 
 def refusals(*_: Any) -> list[str]:
@@ -40,6 +42,8 @@ def recurrent(query, key, value, mask, state, scale: float, variant: FlowVariant
 
 
 def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+    from .varlen import starts_and_lengths
+
     sinks, sources = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     parts, stop = [], 0
     for start_q, length_q, start_k, length_k in zip(*sinks, *sources, strict=True):

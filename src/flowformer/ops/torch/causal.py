@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..common import State, empty_result, valid_values
 from ..variant import FlowVariant
-from . import causal_segment, decode
+from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
 
@@ -39,6 +39,9 @@ def forward(query, key, value, mask, state: State, scale: float, variant: FlowVa
                 block.write_sinks(kept[index], part)
             q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
             if query.shape[2] == 1:
+                # here, since few callers pay for it
+                from . import decode
+
                 token = None if valid is None else valid[:, 0, 0]
                 out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant)
                 block.write_sinks(result, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch import Tensor
 from ..common import VARIANT, State, differentiate, distinct, empty_result, register, register_vmap
 from ..state import empty_state
 from ..variant import FlowVariant
-from ..varlen import Lengths, starts_and_lengths
-from . import varlen
 from .bidirectional import Flows, empty_flows
 from .bidirectional import backward as bidirectional_backward
 from .bidirectional import forward as bidirectional_forward
@@ -21,6 +19,9 @@ from .causal import backward as causal_backward
 from .causal import empty_starts
 from .causal import forward as causal_forward
 from .causal import graph as causal_graph
+
+if TYPE_CHECKING:
+    from ..varlen import Lengths
 
 
 def refusals(*_: Any) -> list[str]:
@@ -62,8 +63,13 @@ def recurrent(query, key, value, mask, state: State | None, scale: float, varian
 def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
     """See `flow_attention_varlen`."""
     if variant.competitors == "heads" and not torch.compiler.is_exporting():
+        # here, as in the other functions for packed sequences: every import of the package would pay for it
+        from ..varlen import starts_and_lengths
+
         starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     if torch.compiler.is_exporting() or variant.competitors == "heads":
+        from . import varlen
+
         with torch.autocast(query.device.type, enabled=False):
             return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
@@ -176,11 +182,15 @@ def _causal_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, val
 
 
 def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, *variant):
+    from . import varlen
+
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return varlen.forward(query, key, value, lengths, is_causal, scale, FlowVariant(*variant))
 
 
 def _packed_backward(grad, query, key, value, *rest):
+    from . import varlen
+
     lengths, is_causal, scale, variant = rest[:4], rest[4], rest[5], FlowVariant(*rest[6:])
     return varlen.backward(grad, query, key, value, lengths, is_causal, scale, variant)
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..common import State
 from ..variant import FlowVariant
-from ..varlen import Lengths
-from .hardware import MAX_DIM, is_hopper
+
+if TYPE_CHECKING:
+    from ..varlen import Lengths
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +31,8 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
+    from .hardware import MAX_DIM, is_hopper
+
     reasons = []
     if query.dtype not in DTYPES:
         reasons.append(f"{query.dtype} (the kernels take float32, bfloat16 and float16)")
