@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
+from ..ops import (
+    FlowMaps,
+    FlowState,
+    FlowVariant,
+    checks,
+    flow_attention,
+    flow_attention_recurrent,
+    flow_attention_varlen,
+    flow_maps,
+)
 from ..ops.interface import both
 from ..ops.reference import repeat_heads
 from ..ops.variant import nearest
@@ -178,6 +187,8 @@ class FlowAttention(ProjectedAttention):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
         state: FlowState | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, FlowState]:
         """Attend from the queries to the keys, or among the queries where there are no others.
 
@@ -189,10 +200,16 @@ class FlowAttention(ProjectedAttention):
             query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention one mask stands for
                 both: a padded token takes part in nothing.
             state: what was before these tokens, of `new_state` or of the call before; causal only.
+            cu_seqlens, max_seqlen: of self-attention of sequences that are packed in a query (1, T, embed_dim), as for
+                `flow_attention_varlen`; a longest length of None is T.
 
         Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
         no valid source, gives the bias of the output projection.
         """
+        if cu_seqlens is not None:
+            if any(x is not None for x in (key, value, query_mask, key_mask, state)):
+                raise ValueError("got cu_seqlens and another argument; packed sequences are passed as the query alone.")
+            return self._attend_packed(query, cu_seqlens, max_seqlen)
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
@@ -215,6 +232,22 @@ class FlowAttention(ProjectedAttention):
         if self._recorded is not None:
             self._recorded.append(flow_maps(q, k, **options))
         return self._join(flow_attention(q, k, v, **options))
+
+    def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+        if query.dim() != 3 or query.shape[0] != 1:
+            raise ValueError(f"packed sequences must have shape (1, tokens, width), got {tuple(query.shape)}.")
+        if self._recorded is not None:
+            raise NotImplementedError("the maps of packed sequences are not recorded; pad, and pass a mask.")
+        q, k, v, *_ = self._project(query, None, None, None, None)
+        if self.rotary is not None:
+            token = torch.arange(query.shape[1], device=query.device)
+            positions = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        longest = query.shape[1] if max_seqlen is None else max_seqlen
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": True, "variant": self.variant}
+        result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return self._join(result.transpose(0, 1)[None])
 
     def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
         if mask is None and state is None:

@@ -143,9 +143,12 @@ class FlowEncoderLayer(_Layer):
 
     is_causal = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part."""
-        x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask), x)
+    def forward(self, x: Tensor, mask: Tensor | None = None, **packed) -> Tensor:
+        """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part.
+
+        Packed sequences (1, T, W) are told apart by `cu_seqlens` and `max_seqlen`, as for `FlowAttention`.
+        """
+        x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask, **packed), x)
         return self._residual(self.mlp_norm, self.mlp, x)
 
 

@@ -146,8 +146,8 @@ class TrainConfig:
         parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
         graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where the host is
-            what takes long, for models that draw no random numbers on the CPU. Padding is then computed, and torch
-            rectifies RAdam in float32: losses differ by less than 1 % in the first updates.
+            what takes long, for models that draw no random numbers on the CPU. torch then rectifies RAdam in
+            float32: its losses differ by less than 1 % in the first updates.
         on_device: whether training data that fit are kept in the memory of a GPU, where batches are then gathered; the
             workers have nothing to do.
         seed: of the parameters, the order of the data and dropout.

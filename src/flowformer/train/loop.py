@@ -33,7 +33,6 @@ from torch.utils.data import Dataset
 
 from .. import data
 from ..data import Splits
-from ..models.classifier import SequenceEncoder
 from ..models.vision import GridPositions
 from ..nn import LearnedPositions
 from . import checkpoints, claims, resident, tasks
@@ -138,11 +137,7 @@ class Trainer:
         found = checkpoints.latest(folder / "checkpoints")
         self._check_folder(resume, found)
         set_seed(config.seed)
-        model = self.task.build(config)
-        if config.graphs and isinstance(model, SequenceEncoder):
-            # a graph has the shapes of the batch that it was captured with
-            model.pack = False
-        objective = tasks.Objective(model, self.task, config)
+        objective = tasks.Objective(self.task.build(config), self.task, config)
         optimiser = build_optimiser(objective, config, self.accelerator.device)
         if config.compile:
             objective.compile()
