@@ -111,7 +111,14 @@ class ProjectedAttention(nn.Module):
         heads = f"num_heads={self.num_heads}{shared}, head_dim={self.head_dim}"
         return f"{self.embed_dim}, {heads}, is_causal={self.is_causal}"
 
-    def _project(self, query, key, value, query_mask, key_mask):
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (B, H, N, D), k, v (B, H_kv, M, D), and both masks."""
         if key is None and value is not None:
             raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
@@ -138,13 +145,16 @@ class ProjectedAttention(nn.Module):
         return split_heads(projection(tokens), heads)
 
     def _join(self, result: Tensor) -> Tensor:
-        return self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+        joined: Tensor = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+        return joined
 
 
 class FlowAttention(ProjectedAttention):
     """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
 
-    Args: as for `ProjectedAttention`, and
+    The arguments of `ProjectedAttention`, and:
+
+    Args:
         variant: a FlowVariant or the name of one.
         rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
             Positions count the tokens that take part, from those of the state on. Self-attention only.
@@ -165,7 +175,7 @@ class FlowAttention(ProjectedAttention):
         *,
         variant: FlowVariant | str = _DEFAULT,
         rotary_base: float | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant, self.is_causal)
@@ -262,7 +272,9 @@ class FlowAttention(ProjectedAttention):
 class RivalAttention(ProjectedAttention):
     """A rival attention of `flowformer.baselines` between the same projections, those of them that it reads.
 
-    Args: as for `ProjectedAttention`, and
+    The arguments of `ProjectedAttention`, and:
+
+    Args:
         name: of the rival, as `baselines.names` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
         attention_options: of the rival, as `baselines.options` lists them.
@@ -280,7 +292,7 @@ class RivalAttention(ProjectedAttention):
         name: str,
         max_length: int | None = None,
         attention_options: Mapping[str, Any] | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         from .. import baselines  # here, since most programs need none of them
 
@@ -330,7 +342,7 @@ def build_attention(
     variant: FlowVariant | str = _DEFAULT,
     max_length: int | None = None,
     attention_options: Mapping[str, Any] | None = None,
-    **options,
+    **options: Any,
 ) -> FlowAttention | RivalAttention:
     """Flow-Attention, one of its ablations, or the rival of that name in its place.
 
@@ -398,7 +410,8 @@ def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
+    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
+    return heads
 
 
 def check_tokens(
