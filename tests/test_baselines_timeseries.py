@@ -267,7 +267,7 @@ class TestTCNClassifier:
         np.testing.assert_array_equal(copy.predict(X), fitted["tcn"].predict(X))
 
     def test_wrong_parameter(self):
-        with pytest.raises(ValueError, match="n_negatives must be a whole number of at least 1, got 0"):
+        with pytest.raises(ValueError, match="n_negatives must be a positive whole number, got 0"):
             small("tcn", n_negatives=0).fit(*waves(8))
 
 

@@ -52,11 +52,6 @@ class BlockMechanism(Mechanism):
         """
         raise NotImplementedError
 
-    def check_sizes(self, **sizes: int) -> None:
-        for option, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{self.name} attention needs a positive {option}, got {size}.")
-
 
 def count_blocks(length: int, size: int) -> int:
     return -(-length // size)

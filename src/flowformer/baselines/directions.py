@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_positive
+
 
 class RandomDirections(nn.Module):
     """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D; calling the module gives them.
@@ -33,8 +35,7 @@ class RandomDirections(nn.Module):
 
     def __init__(self, groups: int, features: int, dim: int, redraw_every: int | None = None) -> None:
         super().__init__()
-        if features < 1:
-            raise ValueError(f"features must be positive, got {features}.")
+        check_positive(features=features)
         if redraw_every is not None and redraw_every < 1:
             raise ValueError(f"redraw_every must be a positive number of calls, or None for never, got {redraw_every}.")
         self.redraw_every = redraw_every

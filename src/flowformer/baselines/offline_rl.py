@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import suggestion
 from ..data.offline_rl import Windows
 from ..data.splits import collate
 from ..integrations.gymnasium import DecisionPolicy
 from ..models.base import FlowModel
 from ..models.decision import DecisionConfig, FlowformerDecision, RecurrentRollout
-from ..ops.variant import nearest
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def policy(
         options: of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
     """
     if name not in LEARNERS:
-        raise ValueError(f"unknown policy {name!r}{nearest(name, LEARNERS)}; accepted: {', '.join(LEARNERS)}.")
+        raise ValueError(f"unknown policy {name!r}{suggestion(name, LEARNERS)}; accepted: {', '.join(LEARNERS)}.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.store import extra
+from .._utils import check_positive, optional_import, suggestion
 from ..integrations.aeon import BaseClassifier, FlowformerClassifier, NetworkEstimator, check_random_state, pad, rounds
-from ..ops.variant import nearest
 from .tcn import TemporalEncoder, draw_triplet, triplet_loss
 
 
@@ -159,7 +158,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
         super().__init__()
 
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> TCNClassifier:
-        self._check("n_steps", "batch_size", "n_negatives")
+        check_positive(n_steps=self.n_steps, batch_size=self.batch_size, n_negatives=self.n_negatives)
         series = self._prepare(X)
         random = check_random_state(self.random_state)
         with self._seeded(random):
@@ -199,7 +198,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
 
     @staticmethod
     def _machine(y: np.ndarray, random: np.random.RandomState) -> Any:
-        selection, svm = extra("sklearn.model_selection", "ts"), extra("sklearn.svm", "ts")
+        selection, svm = optional_import("sklearn.model_selection", "ts"), optional_import("sklearn.svm", "ts")
         # what cannot be separated would never come to an end with C = ∞
         machine = svm.SVC(C=np.inf, max_iter=100_000)
         if len(y) < 50 or np.unique(y, return_counts=True)[1].min() < 5:
@@ -251,7 +250,7 @@ class XGBoostClassifier(BaseClassifier):
         super().__init__()
 
     def _fit(self, X: np.ndarray, y: np.ndarray) -> XGBoostClassifier:
-        self.trees_ = extra("xgboost", "ts").XGBClassifier(
+        self.trees_ = optional_import("xgboost", "ts").XGBClassifier(
             n_estimators=self.n_estimators,
             max_depth=self.max_depth,
             learning_rate=self.learning_rate,
@@ -273,21 +272,21 @@ class XGBoostClassifier(BaseClassifier):
 
 
 def _dtw(random_state: Any, **options: Any) -> BaseClassifier:
-    neighbours = extra("aeon.classification.distance_based", "ts").KNeighborsTimeSeriesClassifier
+    neighbours = optional_import("aeon.classification.distance_based", "ts").KNeighborsTimeSeriesClassifier
     return neighbours(**{"distance": "dtw", "n_neighbors": 1, **options})
 
 
 def _rocket(random_state: Any, **options: Any) -> BaseClassifier:
-    rocket = extra("aeon.classification.convolution_based", "ts").RocketClassifier
+    rocket = optional_import("aeon.classification.convolution_based", "ts").RocketClassifier
     return _padded(rocket(random_state=random_state, **options))
 
 
 def _padded(classifier: BaseClassifier) -> BaseClassifier:
     """For a classifier that takes one length: short series get zeros at the end, long ones lose theirs."""
-    lengths = extra("aeon.transformations.collection.unequal_length", "ts")
+    lengths = optional_import("aeon.transformations.collection.unequal_length", "ts")
     # after the padder, the shortest training series is as long as the longest
     steps = [lengths.Padder(error_on_long=False), lengths.Truncator()]
-    return extra("aeon.classification.compose", "ts").ClassifierPipeline(steps, classifier)
+    return optional_import("aeon.classification.compose", "ts").ClassifierPipeline(steps, classifier)
 
 
 _CLASSIFIERS: dict[str, Callable[..., BaseClassifier]] = {
@@ -325,6 +324,6 @@ def classifier(name: str, *, random_state: int | np.random.RandomState | None = 
     """
     if name not in _CLASSIFIERS:
         raise ValueError(
-            f"unknown classifier {name!r}{nearest(name, _CLASSIFIERS)}; accepted: {', '.join(_CLASSIFIERS)}."
+            f"unknown classifier {name!r}{suggestion(name, _CLASSIFIERS)}; accepted: {', '.join(_CLASSIFIERS)}."
         )
     return _CLASSIFIERS[name](random_state=random_state, **options)

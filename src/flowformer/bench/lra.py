@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import baselines
+from .._utils import suggestion
 from ..models.classifier import PRESETS, FlowformerClassifier
 from ..nn.attention import ABLATIONS
-from ..ops.variant import nearest
 from ..train.paper import OOM, paper_speed, paper_speed_ratio
 from .measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 
@@ -78,7 +78,7 @@ def attention(name: str) -> str:
     if name in baselines.names():
         raise argparse.ArgumentTypeError(f"{name} attention is causal only, and this model is not.")
     raise argparse.ArgumentTypeError(
-        f"unknown attention {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}."
+        f"unknown attention {name!r}{suggestion(name, accepted)}; accepted: {', '.join(accepted)}."
     )
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 
 from .. import __version__
+from .._utils import git_commit
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
@@ -149,7 +149,7 @@ def machine(device: str, dtype: str) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "flowformer": __version__,
-        "commit": _commit(),
+        "commit": git_commit(),
         "dtype": dtype,
     }
 
@@ -159,16 +159,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not there"
-
-
-def _commit() -> str:
-    """Of the checkout, with a + if files differ from it; an installed package is in none, whatever lies around it."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return "unknown"
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    except OSError:
-        return "unknown"
-    return result.stdout.strip() or "unknown"

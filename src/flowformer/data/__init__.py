@@ -16,7 +16,7 @@ import inspect
 import os
 from typing import Any
 
-from ..ops.variant import nearest
+from .._utils import check_options, suggestion
 from . import store
 from .generate import Progress
 from .splits import DataInfo, Splits, collate
@@ -72,7 +72,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
         return offline_rl.d4rl(rest, folder, partial=partial, **options)
     if family == "minari" and rest:
         return offline_rl.minari(rest, folder, **options)
-    raise ValueError(f"unknown data set {name!r}{nearest(name, names())}; known are {', '.join(names())}.")
+    raise ValueError(f"unknown data set {name!r}{suggestion(name, names())}; known are {', '.join(names())}.")
 
 
 def prepare(
@@ -87,12 +87,7 @@ def prepare(
     """
     from . import lra
 
-    accepted = generator_options(name)
-    for option in options:
-        if option not in accepted:
-            raise ValueError(
-                f"{name} has no option {option!r}{nearest(option, accepted)}; accepted: {', '.join(accepted)}."
-            )
+    check_options(name, options, generator_options(name))
     generate, home = _generators()[name]
     generate(lra.release(store.root(data_dir)) / home, progress=progress, **options)
 
@@ -102,8 +97,8 @@ def generator_options(name: str) -> list[str]:
     made = _generators()
     if name not in made:
         raise ValueError(
-            f"only {' and '.join(made)} are generated, got {name!r}{nearest(name, made)}. For any other set, load says "
-            "what to download."
+            f"only {' and '.join(made)} are generated, got {name!r}{suggestion(name, made)}. For any other set, "
+            "load says what to download."
         )
     return [option for option in inspect.getfullargspec(made[name][0]).kwonlyargs if option != "progress"]
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils import optional_import
 from . import listops as listops_data
 from . import store, vision
 from .splits import Columns, DataInfo, Rows, Splits
@@ -253,7 +254,7 @@ def _read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
 def _read_image(path: Path) -> np.ndarray:
     """The (1024,) intensities of an image of 32 x 32."""
     try:
-        with store.extra("PIL.Image", "train").open(path) as picture:
+        with optional_import("PIL.Image", "train").open(path) as picture:
             pixels = np.asarray(picture.convert("L"))
     except (OSError, SyntaxError) as error:
         raise store.DamagedDataError(f"{path} is damaged or missing: {error}") from error

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .._utils import optional_import
 from . import store
 from .splits import Columns, DataInfo, Item, Splits
 
@@ -141,7 +142,7 @@ def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
     )
     store.require(source, home / "data")
     try:
-        data = store.extra("minari", "rl").MinariDataset(home / "data")
+        data = optional_import("minari", "rl").MinariDataset(home / "data")
         _check_spaces(name, data.observation_space, data.action_space)
         episodes = [
             Episode(
@@ -191,7 +192,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
     path = source if isinstance(source, Path) else source.filename
     try:
-        with store.extra("h5py", "rl").File(source) if isinstance(source, Path) else nullcontext(source) as file:
+        with optional_import("h5py", "rl").File(source) if isinstance(source, Path) else nullcontext(source) as file:
             absent = [key for key in keys if key not in file]
             if absent:
                 raise ValueError(f"it has no {', '.join(absent)}, but {', '.join(list(file)[:5]) or 'nothing'}.")

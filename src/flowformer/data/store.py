@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 class MissingDataError(FileNotFoundError):
@@ -102,14 +100,3 @@ def checksum(paths: Iterable[Path]) -> str:
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def extra(module: str, extra: str) -> Any:
-    """An optional dependency, or an ImportError that names the extra which installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name != package:
-            raise
-        raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error

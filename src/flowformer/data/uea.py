@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..ops.variant import nearest
+from .._utils import suggestion
 from . import store
 from .splits import Columns, DataInfo, Splits
 
@@ -81,7 +81,7 @@ def _paths(name: str, folder: Path, bundled: bool) -> list[Path]:
         if all((brought / file).exists() for file in files):
             return [brought / file for file in files]
     source = store.Source(
-        f"UEA {name}{'' if name in SIZES else nearest(name, SIZES)}",
+        f"UEA {name}{'' if name in SIZES else suggestion(name, SIZES)}",
         f"Download https://www.timeseriesclassification.com/aeon-toolkit/{name}.zip and unpack it into {local}.",
         "1 MB to 1 GB",
     )

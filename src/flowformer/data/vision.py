@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .._utils import optional_import
 from . import store
 from .splits import DataInfo, Item, Splits
 
@@ -60,7 +61,7 @@ class FolderImages(Dataset[Item]):
     """
 
     def __init__(self, root: Path, transform: Any) -> None:
-        self.reader = store.extra("timm.data.readers", "timm").create_reader("", str(root))
+        self.reader = optional_import("timm.data.readers", "timm").create_reader("", str(root))
         self.transform = transform
 
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class FolderImages(Dataset[Item]):
         file, label = self.reader[index]
         with file:
             try:
-                image = store.extra("PIL.Image", "train").open(file).convert("RGB")
+                image = optional_import("PIL.Image", "train").open(file).convert("RGB")
             except (OSError, SyntaxError) as error:
                 raise store.DamagedDataError(f"{file.name} is damaged: {error}") from error
         return {"image": self.transform(image), "label": torch.tensor(label)}
@@ -161,7 +162,7 @@ def imagenet(
         "150 GB",
     )
     store.require(source, *roots.values())
-    timm = store.extra("timm.data", "timm")
+    timm = optional_import("timm.data", "timm")
     common = {"input_size": size, "interpolation": "bicubic"}
     train = FolderImages(
         roots["train"],

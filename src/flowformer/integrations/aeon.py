@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from .._utils import check_positive
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
@@ -102,12 +102,6 @@ class NetworkEstimator:
             ) from error
         return device
 
-    def _check(self, *positive: str) -> None:
-        for name in positive:
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-
 
 class _FlowformerEstimator(NetworkEstimator):
     """What both estimators share: parameters and training."""
@@ -154,9 +148,10 @@ class _FlowformerEstimator(NetworkEstimator):
 
     def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
         """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
-        self._check("embed_dim", "num_layers", "num_heads", "n_epochs", "batch_size", "patience")
+        sizes = ("embed_dim", "num_layers", "num_heads", "n_epochs", "batch_size", "patience")
+        check_positive(**{name: getattr(self, name) for name in sizes})
         if self.mlp_dim is not None:
-            self._check("mlp_dim")
+            check_positive(mlp_dim=self.mlp_dim)
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
         series = self._prepare(X)

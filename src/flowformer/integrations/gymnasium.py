@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from ..data.offline_rl import RETURN_SCALE, Episode, read_d4rl
 from ..models.decision import FlowformerDecision, RecurrentRollout, WindowRollout
 
@@ -175,8 +176,7 @@ def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, se
         envs: one environment, or a vector of them of any autoreset mode; left open, in the midst of some episode.
         seed: environment i is seeded with seed + i.
     """
-    if episodes < 1:
-        raise ValueError(f"episodes must be positive, got {episodes}.")
+    check_positive(episodes=episodes)
     training = policy.model.training
     policy.model.eval()
     try:

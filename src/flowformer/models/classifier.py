@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..ops import FlowMaps, FlowVariant
 from ..ops.variant import check_choices
-from .base import FlowModel, check_positive, options_with_dropout
+from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
 Pooling = Literal["cls", "first", "mean"]
@@ -67,7 +68,7 @@ class ClassifierConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_classes", "max_length", "embed_dim", "mlp_dim", "num_layers", "num_heads")
-        check_positive(self, *sizes)
+        check_positive(**{name: getattr(self, name) for name in sizes})
         check_choices(self, {"positions": get_args(Positions), "pooling": get_args(Pooling)})
         if self.inner_dim < 1 or self.inner_dim % self.num_heads:
             raise ValueError(

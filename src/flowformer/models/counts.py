@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from .._utils import check_choice, optional_import
 from ..ops import library  # noqa: F401, registers the operators
 
 # what linear maps and convolutions come down to; products between tokens have a batch of matrices on either side
@@ -82,12 +83,8 @@ def count_rival(name: str) -> Counts:
     >>> print(count_rival("deit-s"))
     22.05 M parameters, 4598.9 M multiply-adds, 357.7 M of them in attention
     """
-    if name not in VISION_RIVALS:
-        raise ValueError(f"unknown rival {name!r}; accepted: {', '.join(VISION_RIVALS)}.")
-    try:
-        import timm
-    except ImportError as error:
-        raise ImportError("the rivals of the vision table are timm's: pip install 'flowformer[timm]'.") from error
+    check_choice("model", name, VISION_RIVALS)
+    timm = optional_import("timm", "timm")
     with torch.device("meta"):
         model: Any = timm.create_model(VISION_RIVALS[name])
     return count(model, torch.empty(1, *model.pretrained_cfg["input_size"]))

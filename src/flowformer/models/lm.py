@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .._utils import check_positive
 from ..nn import (
     FairseqPositions,
     FlowDecoder,
@@ -27,7 +28,7 @@ from ..nn import (
 )
 from ..ops import FlowState, FlowVariant
 from ..ops.variant import check_choices
-from .base import FlowModel, check_positive
+from .base import FlowModel
 
 _DEFAULT = FlowVariant()
 IGNORED = -100  # as a target: not scored
@@ -86,7 +87,7 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, _CHOICES)
-        check_positive(self, "vocab_size", "num_layers")
+        check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("learned positions need max_length, the longest sequence; sinusoidal ones do not.")
 
@@ -283,8 +284,7 @@ class FlowformerLM(FlowModel):
                 f"{self.config.attention} attention has no state to continue from: each token takes a run over the "
                 'whole prefix. Pass recompute=True to do that, or use attention="flow".'
             )
-        if max_new_tokens < 1 or (prefill is not None and prefill < 1):
-            raise ValueError(f"max_new_tokens and prefill must be positive, got {max_new_tokens} and {prefill}.")
+        check_positive(max_new_tokens=max_new_tokens, prefill=1 if prefill is None else prefill)
         _check_sampling(temperature, top_k, top_p)
         prompt, mask = pad_left(prompt, prompt_mask)
         if prompt.shape[1] == 0 or (mask is not None and not mask[:, -1].all()):

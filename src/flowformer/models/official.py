@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._utils import optional_import, suggestion
 from ..nn import FlowAttention
 from ..ops import FlowVariant
-from ..ops.variant import nearest
 from .lm import FlowformerLM, LMConfig
 from .timeseries import FlowformerTimeSeries, TimeSeriesConfig
 from .vision import FlowformerVision, VisionConfig
@@ -41,9 +41,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        content: dict = load_file(path)
+        content: dict = optional_import("safetensors.torch", "hf").load_file(path)
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -217,7 +215,7 @@ class _Source:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.weights:
             raise KeyError(
-                f"no {name!r} among the {len(self.weights)} weights{nearest(name, self.weights)}: this is no "
+                f"no {name!r} among the {len(self.weights)} weights{suggestion(name, self.weights)}: this is no "
                 f"checkpoint of the {self.release} release."
             )
         return self.weights[name]
@@ -245,8 +243,8 @@ class _Source:
         for name, x in ours.items():
             if name not in expected:
                 raise ValueError(
-                    f"{came_from[name]!r} has no place in our {type(model).__name__}{nearest(name, expected)}: this is "
-                    f"no checkpoint of the {self.release} release, or one of another version of it."
+                    f"{came_from[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
+                    f"is no checkpoint of the {self.release} release, or one of another version of it."
                 )
             if x.shape != expected[name].shape:
                 raise ValueError(

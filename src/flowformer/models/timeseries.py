@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
 from ..ops import FlowMaps, FlowVariant
 from ..ops.variant import check_choices
-from .base import FlowModel, check_positive
+from .base import FlowModel
 
 _DEFAULT = FlowVariant()
 Head = Literal["flatten", "mean"]
@@ -58,7 +59,7 @@ class TimeSeriesConfig:
 
     def __post_init__(self) -> None:
         sizes = ("num_features", "num_classes", "max_length", "embed_dim", "num_layers", "num_heads", "mlp_dim")
-        check_positive(self, *sizes)
+        check_positive(**{name: getattr(self, name) for name in sizes})
         check_choices(self, {"head": get_args(Head), "positions": get_args(Positions)})
 
 

@@ -19,16 +19,6 @@ class DamagedCheckpointError(ValueError):
     """A checkpoint is not what was written; the message says which file, and how to go on."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the new one, whenever the machine stops."""
-    aside = path.with_name(f".{path.name}.part")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
 def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], keep: int) -> Path:
     """Write parameters, optimiser, scaler, random numbers and progress as folder/step-…; all processes call it."""
     final = folder / f"step-{step:08d}"

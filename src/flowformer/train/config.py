@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .._utils import check_choice, check_positive, suggestion
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
 from ..ops import FlowVariant
-from ..ops.variant import PRESETS as VARIANTS
-from ..ops.variant import nearest
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
@@ -37,16 +36,8 @@ def _check(config: Any) -> None:
     """Every field whose type is a choice holds one of the choices."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            accepted = get_args(hint)
-            raise ValueError(f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+        if get_origin(hint) is Literal:
+            check_choice(name, value, get_args(hint))
 
 
 @dataclass(frozen=True)
@@ -193,8 +184,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check(self)
-        _positive(self, "steps", "epochs", "batch_size", "accumulate", "eval_every", "eval_batch_size", "episodes")
-        _positive(self, "repeats", "eval_epochs", "final_episodes", "log_every", "checkpoint_every", "keep")
+        optional = ("steps", "epochs", "eval_every", "eval_batch_size")
+        required = ("batch_size", "accumulate", "repeats", "eval_epochs", "episodes", "final_episodes")
+        given = [name for name in optional if getattr(self, name) is not None]
+        for name in (*given, *required, "log_every", "checkpoint_every", "keep"):
+            check_positive(**{name: getattr(self, name)})
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
 
@@ -302,7 +296,7 @@ def _resolve(config: TrainConfig, key: str) -> str:
     part = key.rpartition(".")[0]
     accepted = [name for name in known if part and f".{name}".rpartition(".")[0].endswith(f".{part}")] or known
     here = _ELSEWHERE.get(key.rpartition(".")[2])
-    hint = f" (did you mean {here!r}?)" if here in known else nearest(key, {*known, *short})
+    hint = f" (did you mean {here!r}?)" if here in known else suggestion(key, {*known, *short})
     raise ValueError(f"{config.recipe} has no key {key!r}{hint}; accepted: {', '.join(accepted)}.")
 
 
@@ -342,11 +336,9 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         return _parse(text, hint, key)
     if origin is Literal:
         if text not in args:
-            raise ValueError(f"{key} cannot be {text!r}{nearest(text, args)}; accepted: {', '.join(args)}.")
+            raise ValueError(f"{key} cannot be {text!r}{suggestion(text, args)}; accepted: {', '.join(args)}.")
         return text
     if hint is FlowVariant:
-        if text not in VARIANTS:
-            raise ValueError(f"unknown variant {text!r}{nearest(text, VARIANTS)}; accepted: {', '.join(VARIANTS)}.")
         return FlowVariant.named(text)
     if origin is tuple:
         return tuple(_parse(part, args[0], key) for part in text.strip("()").split(",") if part)

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
 
 from .. import data
+from .._utils import write_atomically
 from ..data import Splits
 from ..models.vision import GridPositions
 from ..nn import LearnedPositions
@@ -300,7 +301,7 @@ class Trainer:
             "peak_memory_mib": round(peak_memory(self._device), 1),
         }
         if self.accelerator.is_main_process:
-            checkpoints.write_text(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
+            write_atomically(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
         self.report({"kind": "end", "step": self.steps, **result})
         return result
 
@@ -378,9 +379,9 @@ class Trainer:
     def _prepare_folder(self) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.write_text(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
+            write_atomically(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
             facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
-            checkpoints.write_text(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
+            write_atomically(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
         self.accelerator.wait_for_everyone()
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import accelerate  # type: ignore[import-untyped]
 import torch
 
 from .. import __version__
+from .._utils import git_commit, write_atomically
 from ..data import DataInfo
-from .checkpoints import write_text
 
 LOG = "log.jsonl"
 
@@ -37,7 +36,7 @@ class RunLog:
             return
         path = folder / LOG
         kept = [record for record in read_log(folder) if record["step"] <= step] if path.exists() else []
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -90,23 +89,13 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "flowformer": __version__,
-        "commit": commit(),
+        "commit": git_commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The commit of the package, with a + if files differ from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except OSError:
-        return "unknown"
-    return result.stdout.strip() or "unknown"
 
 
 def peak_memory(device: torch.device) -> float:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from .. import data
+from .._utils import check_positive, write_atomically
 from . import checkpoints, claims, tables
 from .loop import RESULT, Interrupted
 from .tables import Cell
@@ -188,8 +189,7 @@ class Queue:
     _running: dict[subprocess.Popen, Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.pack < 1:
-            raise ValueError(f"pack must be at least 1, got {self.pack}.")
+        check_positive(pack=self.pack)
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0, got {self.minutes}.")
 
@@ -302,7 +302,7 @@ class Queue:
                 self.failed[job.label] = message = _message(job.folder / LOG, code)
                 self.say(f"failed: {job.label}: {message}")
                 with contextlib.suppress(OSError):
-                    checkpoints.write_text(job.folder / ERROR, f"{message}\n")
+                    write_atomically(job.folder / ERROR, f"{message}\n")
 
     def _stop(self, limit: float) -> None:
         """Ask what is running to stop, wait for its checkpoints, and end what does not come to one in time."""

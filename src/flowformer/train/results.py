@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from .. import data
+from .._utils import atomic_file, check_choice
 from ..models.counts import count
-from ..ops.variant import FlowVariant, nearest
+from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
 from .loop import CONFIG, PROVENANCE, RESULT, evaluate, padded_length
@@ -191,7 +192,7 @@ def _typed(row: Row) -> Row:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with atomic_file(path, newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -219,7 +220,8 @@ def evaluate_run(
     """
     config, task, trained = _open(run, model)
     splits = data.load(config.data, data_dir, **config.data_options)
-    dataset = getattr(splits, _one_of("split", split, ("test", "valid")))
+    check_choice("split", split, ("test", "valid"))
+    dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
     accelerator = Accelerator()
@@ -307,18 +309,12 @@ def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
         raise NotImplementedError(f"{run} has the scores of {rival}, but no model: fit it again with flowformer rival.")
     config = load(run / CONFIG)
     task = tasks.get(config.task)
-    folder, trained = run / _one_of("model", model, ("final", "best")), type(task.build(config))
+    check_choice("model", model, ("final", "best"))
     try:
-        return config, task, trained.from_pretrained(folder)
+        return config, task, type(task.build(config)).from_pretrained(run / model)
     except FileNotFoundError as error:
         written = "when the run ends" if model == "final" else "at the first evaluation"
         raise FileNotFoundError(
             f"{run} has no {model} model yet: it is written {written}. Go on with the run: flowformer train "
             f"{config.recipe} with its overrides, --out {run} and --resume."
         ) from error
-
-
-def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise ValueError(f"unknown {what} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
-    return value

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from .. import data
+from .._utils import suggestion, write_atomically
 from ..data import Splits
-from ..ops.variant import nearest
 from . import recipes, tasks
-from .checkpoints import write_text
 from .claims import claimed
 from .config import TrainConfig, override
 from .loop import CONFIG, PROVENANCE, RESULT, Report
@@ -93,7 +92,7 @@ def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed:
             f"{recipe} has no rivals without attention. Those with one: flowformer train {recipe} attention=NAME."
         )
     if rival not in accepted:
-        raise ValueError(f"unknown rival {rival!r}{nearest(rival, accepted)}; accepted: {', '.join(accepted)}.")
+        raise ValueError(f"unknown rival {rival!r}{suggestion(rival, accepted)}; accepted: {', '.join(accepted)}.")
     if rival == "dt":
         return override(config, ["attention=softmax", f"seed={seed}", *assignments])
     shared = {*config.data_options, *(f"data_options.{key}" for key in config.data_options), "final_episodes"}
@@ -134,8 +133,8 @@ def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report:
     splits = data.load(config.data, data_dir, **config.data_options)
     device = _device(config)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(written, text)
-    write_text(folder / PROVENANCE, json.dumps(provenance(splits.info, device, 1), indent=2) + "\n")
+    write_atomically(written, text)
+    write_atomically(folder / PROVENANCE, json.dumps(provenance(splits.info, device, 1), indent=2) + "\n")
     log = RunLog(folder, 0, active=True)
 
     steps = config.options.get("steps")
@@ -161,7 +160,7 @@ def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report:
         "steps_per_second": None if steps is None else round(steps / facts["training_seconds"], 3),
         "peak_memory_mib": round(peak_memory(device), 1),
     }
-    write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
+    write_atomically(folder / RESULT, json.dumps(result, indent=2) + "\n")
     return result
 
 

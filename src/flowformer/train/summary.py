@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import write_text
+from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, same_experiment, write_csv
@@ -261,9 +261,9 @@ def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = No
     folder.mkdir(parents=True, exist_ok=True)
     csv, text, html = (folder / f"results.{kind}" for kind in ("csv", "md", "html"))
     write_csv(rows, csv)
-    write_text(text, markdown(rows) + "\n")
+    write_atomically(text, markdown(rows) + "\n")
     try:
-        write_text(html, page(rows, figures or {}))
+        write_atomically(html, page(rows, figures or {}))
     except ImportError:
         return [csv, text]
     return [csv, text, html]

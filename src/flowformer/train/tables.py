@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..ops.variant import nearest
+from .._utils import check_choice
 from . import recipes
 from .config import TrainConfig, override
 from .paper import Figure, paper_average, paper_figure
@@ -396,6 +396,5 @@ def select(name: str) -> list[Table]:
     ['imagenet', 'imagenet-deit', 'imagenet-vit', 'cifar10']
     """
     accepted = [*TABLES, ALL]
-    if name not in accepted:
-        raise ValueError(f"unknown table {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    check_choice("table", name, accepted)
     return [table for key, tables in TABLES.items() if name in (key, ALL) for table in tables]

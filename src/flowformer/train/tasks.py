@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from .._utils import check_choice
 from ..data import DataInfo, Splits
 from ..models import (
     FlowformerClassifier,
@@ -31,7 +32,6 @@ from ..models.base import FlowModel
 from ..models.lm import IGNORED
 from ..models.vision import VisionLayer
 from ..nn import FlowDecoderLayer, FlowEncoderLayer
-from ..ops.variant import nearest
 from .config import TrainConfig
 
 Batch = dict[str, Tensor]
@@ -321,8 +321,7 @@ TASKS: dict[str, Task] = {
 
 
 def get(name: str) -> Task:
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{nearest(name, TASKS)}; accepted: {', '.join(TASKS)}.")
+    check_choice("task", name, TASKS)
     return TASKS[name]
 
 
