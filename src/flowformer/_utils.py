@@ -9,7 +9,7 @@ import difflib
 import importlib
 import os
 import subprocess
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
@@ -68,6 +68,23 @@ def optional_import(module: str, extra: str) -> Any:
         if error.name != package:
             raise
         raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error
+
+
+def names_from(module: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names are defined elsewhere and imported when they are asked for.
+
+    Args:
+        module: its `__name__`.
+        homes: the names by the module that defines them.
+    """
+
+    def find(name: str) -> Any:
+        for home, names in homes.items():
+            if name in names:
+                return getattr(importlib.import_module(home), name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find
 
 
 @contextmanager

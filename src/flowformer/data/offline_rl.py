@@ -80,6 +80,18 @@ class Windows(Dataset[Item]):
     def __len__(self) -> int:
         return len(self.timesteps)
 
+    def steps_of_best(self, share: float) -> Tensor:
+        """The indices of all steps of the episodes with the highest returns.
+
+        Args:
+            share: of the episodes, rounded to a whole number of at least one.
+        """
+        count = max(1, round(share * len(self.returns)))
+        is_best = torch.zeros(len(self.returns), dtype=torch.bool)
+        is_best[self.returns.topk(count).indices] = True
+        _, episodes = torch.unique_consecutive(self.ends, return_inverse=True)  # the number of each step's episode
+        return is_best[episodes].nonzero()[:, 0]
+
     def __getitem__(self, index: int) -> Item:
         steps = slice(index, min(index + self.window, int(self.ends[index])))
         present = steps.stop - steps.start

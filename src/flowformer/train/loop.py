@@ -42,9 +42,9 @@ from .config import load as load_config
 from .graphs import GraphedUpdates
 from .loader import batches as load_batches
 from .order import Batches, SeededItems, steps_per_epoch
-from .record import RunLog, is_main, peak_memory, provenance
+from .record import RunLog, is_main, peak_memory, provenance, write_provenance
 
-CONFIG, PROVENANCE, RESULT = "config.json", "provenance.json", "result.json"
+CONFIG, RESULT = "config.json", "result.json"
 _AUTOCAST = ("bf16", "fp16")
 Report = Callable[[dict[str, Any]], None]
 
@@ -148,7 +148,7 @@ class Trainer:
         self.progress = Progress()
         if found is not None:
             self.progress = Progress(**checkpoints.restore(self.accelerator, found))
-        self._prepare_folder()
+        self._prepare_folder(resumed=found is not None)
         self.log = RunLog(folder, self.progress.step, self.accelerator.is_main_process)
 
     def run(self) -> dict[str, Any]:
@@ -376,12 +376,12 @@ class Trainer:
                 "it was started with, or choose another folder."
             )
 
-    def _prepare_folder(self) -> None:
+    def _prepare_folder(self, resumed: bool) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
             facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
-            write_atomically(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
+            write_provenance(self.folder, facts, resumed=resumed)
         self.accelerator.wait_for_everyone()
 
 

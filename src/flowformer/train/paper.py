@@ -87,9 +87,9 @@ _UEA = {
     "SpokenArabicDigits": (98.4, 98.0, 97.0, 94.4, 98.4, 98.9, 98.4, 98.8, 98.8),
     "UWaveGestureLibrary": (85.6, 85.0, 85.6, 87.5, 85.3, 88.4, 85.6, 85.0, 86.6),
 }
-# the rivals without attention, see `rivals`
-_UEA_RIVALS = ["dtw", "xgboost", "rocket", "lstm", "tcn"]
-_UEA_RIVAL_SCORES = {
+# the methods that are no attention, see `methods`
+_UEA_METHODS = ["dtw", "xgboost", "rocket", "lstm", "tcn"]
+_UEA_METHOD_SCORES = {
     "EthanolConcentration": (32.3, 43.7, 45.2, 32.3, 28.9),
     "FaceDetection": (52.9, 63.3, 64.7, 57.7, 52.8),
     "Handwriting": (28.6, 15.8, 58.8, 15.2, 53.3),
@@ -124,8 +124,8 @@ _D4RL_DEVIATIONS = {
     "hopper-medium-replay": (7.4, 7.0, 2.6, 24.2, 16.5, 14.5),
     "walker2d-medium-replay": (5.0, 7.4, 3.5, 6.7, 9.9, 3.1),
 }
-_D4RL_RIVALS = ["bc", "awac"]
-_D4RL_RIVAL_SCORES = {
+_D4RL_METHODS = ["bc", "awac"]
+_D4RL_METHOD_SCORES = {
     "halfcheetah-medium-expert": (55.2, 42.8),
     "hopper-medium-expert": (52.5, 55.8),
     "walker2d-medium-expert": (107.5, 74.5),
@@ -141,11 +141,11 @@ _SCORES: dict[str, dict[str, float]] = {
     **{f"lra/{task}": {name: row[i] for name, row in _LRA_SCORES.items()} for i, task in enumerate(_LRA)},
     "wikitext103": _WIKITEXT,
     **{
-        f"uea/{name}": dict(zip(_UEA_ATTENTIONS + _UEA_RIVALS, row + _UEA_RIVAL_SCORES[name], strict=True))
+        f"uea/{name}": dict(zip(_UEA_ATTENTIONS + _UEA_METHODS, row + _UEA_METHOD_SCORES[name], strict=True))
         for name, row in _UEA.items()
     },
     **{
-        f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS + _D4RL_RIVALS, row + _D4RL_RIVAL_SCORES[name], strict=True))
+        f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS + _D4RL_METHODS, row + _D4RL_METHOD_SCORES[name], strict=True))
         for name, row in _D4RL.items()
     },
 }
@@ -183,17 +183,17 @@ _AVERAGES = {
     },
     "uea": dict(
         zip(
-            _UEA_RIVALS + _UEA_ATTENTIONS,
+            _UEA_METHODS + _UEA_ATTENTIONS,
             (67.0, 66.0, 72.5, 48.6, 70.3, 71.9, 72.4, 71.5, 72.0, 71.9, 72.2, 71.5, 72.2, 73.0),
             strict=True,
         )
     ),
-    "d4rl": dict(zip(_D4RL_RIVALS + _D4RL_ATTENTIONS, (51.9, 50.1, 72.2, 64.4, 63.9, 63.8, 67.8, 73.5), strict=True)),
+    "d4rl": dict(zip(_D4RL_METHODS + _D4RL_ATTENTIONS, (51.9, 50.1, 72.2, 64.4, 63.9, 63.8, 67.8, 73.5), strict=True)),
 }
 
 
 def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float | None:
-    """A number that the paper prints for a recipe and an attention, or a rival without; None where it prints none.
+    """A number that the paper prints for a recipe and an attention or method; None where it prints none.
 
     Its Long-Range Arena rivals are not trained by the authors but copied from that benchmark, with other sizes.
 
@@ -213,7 +213,7 @@ def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float
 
 
 def paper_score(recipe: str, attention: str) -> float | None:
-    """What the paper prints as the score of a recipe and an attention, or a rival without; None where it prints none.
+    """What the paper prints as the score of a recipe and an attention or method; None where it prints none.
 
     >>> paper_score("uea/JapaneseVowels", "flow"), paper_score("cifar10", "flow")
     (98.9, None)

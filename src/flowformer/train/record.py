@@ -18,7 +18,7 @@ from .. import __version__
 from .._utils import git_commit, write_atomically
 from ..data import DataInfo
 
-LOG = "log.jsonl"
+LOG, PROVENANCE = "log.jsonl", "provenance.json"
 
 
 class RunLog:
@@ -92,6 +92,15 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "commit": git_commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = False) -> None:
+    """Record where a run comes from. The record of its start stays; each resumption is added under "resumed"."""
+    path = folder / PROVENANCE
+    if resumed and path.is_file():
+        first = json.loads(path.read_text())
+        facts = {**first, "resumed": [*first.get("resumed", []), facts]}
+    write_atomically(path, json.dumps(facts, indent=2) + "\n")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """The paper's tables, run: a queue that is nothing but the folders of its runs.
 
-A run is a command, `flowformer train` or `flowformer rival`, in a folder named after its config. What is finished has a
+A run is a command, `flowformer train` or `flowformer fit`, in a folder named after its config. What is finished has a
 result.json, what is being run has a claim with a heartbeat, everything else is to do and goes on from its newest
 checkpoint. So the queue survives whatever its processes do not, and any number of them can share a folder.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from .. import data
 from .._utils import check_positive, write_atomically
 from . import checkpoints, claims, tables
 from .loop import RESULT, Interrupted
+from .methods.fit import METHODS
 from .tables import Cell
 
 LOG = "worker.log"
@@ -36,7 +38,14 @@ SPEED = "lra-speed.csv"
 ENOUGH_DISK = 256 * 2**20  # bytes: a few checkpoints
 _POLL = 0.2  # seconds
 _START = 20.0  # seconds that a run takes to begin; it is not worth it if it is then to stop
-_PACKAGES = {"decision": ("gymnasium", "mujoco", "h5py"), "images": ("timm", "PIL")}
+# what tasks, data sets and methods need
+_PACKAGES = {
+    "decision": ("gymnasium", "mujoco", "h5py"),
+    "images": ("timm", "PIL"),
+    "lra/pathfinder": ("PIL",),
+    **dict.fromkeys(METHODS["series"], ("aeon",)),
+    "xgboost": ("aeon", "xgboost"),
+}
 _NO_SPACE = "No space left on device"
 Say = Callable[[str], None]
 
@@ -131,31 +140,32 @@ def _worth(cell: Cell) -> int:
 def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:
     recipe, method = cell.column.recipe, cell.method.name
     assignments = cell.assignments(overrides)
-    try:
-        config = cell.config(seed, overrides)
-        folder, blocked = out / config.name, _blocked(config.task, config.data, str(config.data_options), data_dir)
-    except ImportError as error:  # a rival without attention that only its package knows
-        folder, blocked = out / recipe / f"{method}-seed{seed}", f"missing package: {error}"
-    if cell.is_rival:
-        words = ["rival", recipe, method, *assignments, "--seed", str(seed)]
-    else:
+    config = cell.config(seed, overrides)
+    folder = out / config.name
+    blocked = _missing_package(config.task, config.data, method) or _missing_data(
+        config.data, json.dumps(config.data_options), data_dir
+    )
+    if cell.is_attention:
         words = ["train", recipe, f"attention={method}", f"seed={seed}", *assignments, "--resume"]
+    else:
+        words = ["fit", recipe, method, *assignments, "--seed", str(seed)]
     if data_dir is not None:
         words += ["--data", str(data_dir)]
     command = (*words, "--out", str(folder), "--json")
     return Job(cell.name, seed, folder, command, folder / RESULT, cell.column.minutes, cell.paper(), blocked=blocked)
 
 
-@cache
-def _blocked(task: str, name: str, options: str, data_dir: Path | None) -> str | None:
-    """What keeps runs on a data set from running; `options` are in words, so that answers can be remembered."""
-    import ast
+def _missing_package(*needing: str) -> str | None:
+    """Which packages keep a task, a data set or a method from running."""
+    packages = dict.fromkeys(package for name in needing for package in _PACKAGES.get(name, ()))
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"missing package: {', '.join(missing)}" if missing else None
 
-    needed = (*_PACKAGES.get(task, ()), *(("PIL",) if name == "lra/pathfinder" else ()))
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        return f"missing package: {', '.join(missing)}"
-    source = data.store.missing(partial(data.load, name, data_dir, **ast.literal_eval(options)))
+
+@cache
+def _missing_data(name: str, options: str, data_dir: Path | None) -> str | None:
+    """Which data keep runs from running; the options of the data are JSON, since a cache needs hashable arguments."""
+    source = data.store.missing(partial(data.load, name, data_dir, **json.loads(options)))
     return None if source is None else f"missing data: {source.name}"
 
 

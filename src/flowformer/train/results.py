@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import Tensor
 
 from .. import data
 from .._utils import atomic_file, check_choice
@@ -18,8 +19,10 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .loop import CONFIG, PROVENANCE, RESULT, evaluate, padded_length
+from .loop import CONFIG, RESULT, evaluate, padded_length
+from .methods.fit import method_of
 from .paper import paper_score, percent
+from .record import PROVENANCE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,6 +117,17 @@ def same_experiment(differences: str) -> bool:
     return all(each == recipes.PUBLISHED or each.partition("=")[0] in ARITHMETIC for each in differences.split())
 
 
+def comparable_score(fields: dict[str, Any], attention: str) -> float | None:
+    """The paper's number for a run; None where the paper prints none, or the run is another experiment.
+
+    Args:
+        fields: the content of its config.json.
+        attention: its attention, or its method.
+    """
+    same = same_experiment(" ".join(differences(fields)))
+    return paper_score(fields["recipe"], attention) if same else None
+
+
 def differences(fields: dict[str, Any]) -> list[str]:
     """What a config has that its recipe has not, each as key=value; the seed and the attention are no difference.
 
@@ -122,7 +136,7 @@ def differences(fields: dict[str, Any]) -> list[str]:
     """
     if fields["recipe"].removesuffix(recipes.PUBLISHED) not in recipes.RECIPES:
         return []
-    if "rival" in fields:
+    if method_of(fields) is not None:
         recipe = recipes.get(fields["recipe"])
         steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
         sides = ({"options": steps, "data_options": recipe.data_options}, fields)
@@ -165,8 +179,8 @@ def _row(run: Path) -> Row:
         row[f"top5_{which}"] = None if top5 is None else percent("top5", top5)
     row["best_step"] = result["best"].get("step")
     row["overrides"] = " ".join(differences(fields))
-    row["multiply_adds"] = None if "rival" in fields else _multiply_adds(from_dict(fields))
-    row["paper"] = paper_score(row["recipe"], row["attention"]) if same_experiment(row["overrides"]) else None
+    row["multiply_adds"] = None if method_of(fields) else _multiply_adds(from_dict(fields))
+    row["paper"] = comparable_score(fields, row["attention"])
     row["folder"] = str(run)
     return _typed({name: row.get(name) for name in _COLUMNS})
 
@@ -240,9 +254,41 @@ def draw_maps(
     from .. import viz
 
     config, _, trained = _open(run, model)
+    titles, inputs = _examples(config, splits or data.load(config.data, data_dir, **config.data_options))
+    draw: Callable[..., Figure] = viz.over_time if config.task == "series" else viz.over_images
+    return draw(trained, *inputs, titles=titles)
+
+
+@torch.no_grad()
+def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str | Path | None = None) -> Figure:
+    """What the attention of each run gives weight to, over the same test examples, one of each class, up to nine.
+
+    Args:
+        runs: folders of runs on the same data.
+        model, data_dir: as of `evaluate_run`.
+    """
+    from .. import viz
+
+    opened = [_open(run, model) for run in runs]
+    config = opened[0][0]
+    read = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
+    if len(read) > 1:
+        raise ValueError(
+            f"runs are compared over the same examples, but these are on different data: {', '.join(read)}."
+        )
+    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
+    labels = [other.model.attention for other, _, _ in opened]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label}, {run.name}" for label, run in zip(labels, runs, strict=True)]
+    models = {label: trained.eval() for label, (_, _, trained) in zip(labels, opened, strict=True)}
+    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
+    return draw(models, *inputs, titles=titles)
+
+
+def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:
+    """One test example of each class, up to nine: their titles, and what the figures take."""
     if config.task not in ("series", "images"):
         raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
-    splits = splits or data.load(config.data, data_dir, **config.data_options)
     examples: dict[int, Any] = {}
     for i in range(len(splits.test)):  # type: ignore[arg-type]
         example = splits.test[i]
@@ -252,10 +298,10 @@ def draw_maps(
     titles = [f"{config.data}, class {label}" for label in sorted(examples)]
     batch = data.collate([examples[label] for label in sorted(examples)])
     if config.task == "series":
-        return viz.over_time(trained, batch["series"], batch.get("mask"), titles=titles)
+        return titles, (batch["series"], batch.get("mask"))
     images = batch["image"]
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    return viz.over_images(trained, images, (images - low) / (high - low), titles=titles)
+    return titles, (images, (images - low) / (high - low))
 
 
 def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = None) -> dict[str, Path]:
@@ -304,9 +350,9 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
-    rival = json.loads((run / CONFIG).read_text()).get("rival")
-    if rival is not None:
-        raise NotImplementedError(f"{run} has the scores of {rival}, but no model: fit it again with flowformer rival.")
+    method = method_of(json.loads((run / CONFIG).read_text()))
+    if method is not None:
+        raise NotImplementedError(f"{run} has the scores of {method}, but no model: fit it again with flowformer fit.")
     config = load(run / CONFIG)
     task = tasks.get(config.task)
     check_choice("model", model, ("final", "best"))

@@ -12,19 +12,19 @@ from typing import Literal
 from .._utils import check_choice
 from . import recipes
 from .config import TrainConfig, override
+from .methods.fit import METHODS, MethodConfig, configure
 from .paper import Figure, paper_average, paper_figure
-from .rivals import RivalConfig, configure
 
 DATA_OPTIONS = "data_options."
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: an attention, or a rival without.
+    """A row: an attention, or a method that is none.
 
     Args:
         label: as the paper prints it.
-        name: of the attention, or of the rival.
+        name: of the attention, or of the method that is none.
         overrides: of the recipe.
         seeds: runs of a cell; None is what the table says.
     """
@@ -110,34 +110,33 @@ class Cell:
         return self.column.overrides + self.method.overrides
 
     @property
-    def is_rival(self) -> bool:
-        return self.method.name in RIVALS
+    def is_attention(self) -> bool:
+        return not any(self.method.name in names for names in METHODS.values())
 
     @property
     def seeds(self) -> int:
         return self.method.seeds or self.table.seeds
 
-    def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | RivalConfig:
+    def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | MethodConfig:
         """What a run of the cell is made of.
 
         Args:
-            overrides: more of them; a rival without attention takes those of the data alone.
+            overrides: more of them; a method that is no attention takes those of the data alone.
         """
         chosen = self.assignments(overrides)
-        if self.is_rival:
+        if not self.is_attention:
             return configure(self.column.recipe, self.method.name, chosen, seed=seed)
         attention = f"attention={self.method.name}"
         return override(recipes.get(self.column.recipe), [attention, f"seed={seed}", *chosen])
 
     def assignments(self, overrides: Sequence[str]) -> list[str]:
         """The overrides of the cell and those of the user, as far as they are for it."""
-        return [*self.overrides, *(each for each in overrides if not self.is_rival or each.startswith(DATA_OPTIONS))]
+        return [*self.overrides, *(each for each in overrides if self.is_attention or each.startswith(DATA_OPTIONS))]
 
     def paper(self, figure: Figure = "score") -> float | None:
         return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
 
 
-RIVALS = ("dtw", "xgboost", "rocket", "lstm", "tcn", "bc", "awac")
 # what is run first, whatever the order of the rows
 WORTH = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
 _REMOVALS = (
