@@ -51,7 +51,7 @@ def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):
 
     assert not resident.fits(Augmented(image=torch.zeros(2, 3, 4, 4)))
     assert not resident.fits(Subset(SERIES.train, range(3)))
-    monkeypatch.setattr(resident, "ENOUGH", 100)
+    monkeypatch.setattr(resident, "MAX_BYTES", 100)
     assert not resident.fits(SERIES.train)
 
 
@@ -59,7 +59,7 @@ def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):
 def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch, changes):
     config = replace(CONFIG, steps=8, **changes)
     train(config, tmp_path / "sent", splits=SERIES)
-    monkeypatch.setattr(loop, "_is_resident", lambda dataset, config, device: config.on_device)
+    monkeypatch.setattr(resident, "applies", lambda dataset, config, device: config.on_device)
     monkeypatch.setattr(loop, "load_batches", None)  # nothing is left for it
     result = train(config, tmp_path / "resident", splits=SERIES)
     assert losses(tmp_path / "resident") == losses(tmp_path / "sent")
@@ -96,7 +96,7 @@ def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "_placeholder", torch.empty_like)
-    monkeypatch.setattr(graphs, "EAGER", 2)
+    monkeypatch.setattr(graphs, "EAGER_UPDATES", 2)
     updates = graphs.GraphedUpdates(update, lambda: forgotten.append(1))
     for i in range(4):
         updates({"x": torch.tensor([i])})

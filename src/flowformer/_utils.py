@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args, get_origin, get_type_hints
 
 UNKNOWN = "unknown"
 
@@ -36,6 +36,14 @@ def check_choice(what: str, value: str, accepted: Collection[str]) -> None:
     """
     if value not in accepted:
         raise ValueError(f"unknown {what} {value!r}{suggestion(value, accepted)}; accepted: {', '.join(accepted)}.")
+
+
+def check_literals(config: Any) -> None:
+    """Raise unless every field with a Literal type holds one of its values."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal:
+            check_choice(name, value, get_args(hint))
 
 
 def check_options(owner: str, options: Iterable[str], accepted: Collection[str]) -> None:

@@ -28,7 +28,8 @@ from .. import data
 from ..data import Splits
 from ..train import recipes, tasks
 from ..train.config import TrainConfig, override
-from ..train.loop import Trainer, build_optimiser
+from ..train.loop import Trainer
+from ..train.optim import build_optimiser
 from ..train.record import device_name, peak_memory
 
 LOG_EVERY = 10
@@ -120,7 +121,7 @@ def _bare(config: TrainConfig, batches: list[tasks.Batch], warmup: int, device: 
     counts = [float(task.count(batch)) for batch in batches]
     batches = [send_to_device(batch, device) for batch in batches]
     objective = tasks.Objective(task.build(config), task, config).to(device)
-    optimiser = build_optimiser(objective, config, device)
+    optimiser = build_optimiser(objective, config.optimiser, device, capturable=config.graphs)
     if config.compile:
         objective.compile()
     dtype = AUTOCAST.get(config.precision)

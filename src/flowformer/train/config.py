@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -14,95 +13,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .._utils import check_choice, check_positive, suggestion
+from .._utils import check_literals, check_positive, suggestion
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
 from ..ops import FlowVariant
+from .optim import Optimiser, Schedule
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
 
-OptimiserName = Literal["adamw", "radam"]
-ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp"]
 Split = Literal["valid", "test"]
 Preset = Literal["recipe", "benchmark"]
-
-
-def _check(config: Any) -> None:
-    """Every field whose type is a choice holds one of the choices."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal:
-            check_choice(name, value, get_args(hint))
-
-
-@dataclass(frozen=True)
-class Optimiser:
-    """How parameters move.
-
-    Args:
-        name: "adamw", which without weight decay is Adam, or "radam".
-        lr: what the schedule scales.
-        weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
-        decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
-        clip: the largest norm of the gradient; None is no bound.
-    """
-
-    name: OptimiserName = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decay: Literal["all", "matrices"] = "all"
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over the updates.
-
-    Args:
-        name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
-            "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
-        warmup: updates over which the rate rises in a line.
-        start: the rate at the first update of the warm-up.
-        floor: the rate of the last update of "cosine".
-    """
-
-    name: ScheduleName = "constant"
-    warmup: int = 0
-    start: float = 0.0
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if self.warmup < 0 or (self.warmup == 0 and self.name in ("rsqrt", "inverse_sqrt")):
-            raise ValueError(
-                f"the schedule {self.name!r} cannot have a warmup of {self.warmup} updates; pass at least 1."
-            )
-
-    def rate(self, lr: float, step: int, steps: int) -> float:
-        """The rate of update `step`, counted from 0, in a run of `steps`.
-
-        >>> [Schedule("rsqrt", warmup=4).rate(1.0, step, 100) for step in (0, 2, 4, 16)]
-        [0.0, 0.25, 0.5, 0.25]
-        """
-        if self.name == "rsqrt":
-            lr = lr / math.sqrt(max(step, self.warmup))
-        if step < self.warmup:
-            return self.start + (lr - self.start) * step / self.warmup
-        if self.name == "cosine":
-            # the last update is the one before `steps`
-            progress = (step - self.warmup) / max(steps - 1 - self.warmup, 1)
-            return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
-        return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
 
 
 @dataclass(frozen=True)
@@ -151,7 +76,7 @@ class TrainConfig:
     data: str
     model: ModelConfig
     optimiser: Optimiser
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     preset: Preset = "recipe"
     data_options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
@@ -183,7 +108,7 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_literals(self)
         optional = ("steps", "epochs", "eval_every", "eval_batch_size")
         required = ("batch_size", "accumulate", "repeats", "eval_epochs", "episodes", "final_episodes")
         given = [name for name in optional if getattr(self, name) is not None]

@@ -19,7 +19,8 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .loop import CONFIG, RESULT, evaluate, padded_length
+from .evaluation import evaluate, padded_length
+from .loop import CONFIG, RESULT
 from .methods.fit import method_of
 from .paper import paper_score, percent
 from .record import PROVENANCE
