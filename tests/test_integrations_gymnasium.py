@@ -386,10 +386,10 @@ def test_normalised_scores(environment, random, expert):
 
 
 def test_no_score_without_reference_returns():
-    with pytest.raises(ValueError, match=r"no reference returns for 'Ant-v5'; accepted: any version of hopper, half"):
+    with pytest.raises(ValueError, match=r"reference returns for 'Ant-v5'; accepted: any version of HalfCheetah, Hop"):
         normalised_score("Ant-v5", np.zeros(1))
     result = evaluate(policy_of(randomized()), games(AutoresetMode.NEXT_STEP), episodes=1)
-    with pytest.raises(ValueError, match="no reference returns for 'unknown'"):
+    with pytest.raises(ValueError, match="reference returns for 'unknown'"):
         _ = result.scores
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from typing import Annotated
 
@@ -24,7 +23,7 @@ def data_list(data: DataDir = None, as_json: Json = False) -> None:
     from .. import data as sets
 
     root = sets.store.root(data)
-    sources = {name: sets.store.missing(functools.partial(sets.load, name, data)) for name in sets.names()}
+    sources = {name: sets.missing(name, data) for name in sets.names()}
     if as_json:
         listed = {
             name: {"there": True} if source is None else {"there": False, "get": source.get, "size": source.size}

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -165,7 +165,7 @@ def _missing_package(*needing: str) -> str | None:
 @cache
 def _missing_data(name: str, options: str, data_dir: Path | None) -> str | None:
     """Which data keep runs from running; the options of the data are JSON, since a cache needs hashable arguments."""
-    source = data.store.missing(partial(data.load, name, data_dir, **json.loads(options)))
+    source = data.missing(name, data_dir, **json.loads(options))
     return None if source is None else f"missing data: {source.name}"
 
 

@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from .._utils import check_choice
 from ..data import DataInfo, Splits
+from ..data.environments import environment_of
 from ..models import (
     FlowformerClassifier,
     FlowformerDecision,
@@ -252,7 +253,7 @@ class Decision(Task):
 
         episodes = config.final_episodes if last else config.episodes
         environment = splits.info.environment
-        target = target_return_of(environment)
+        target = environment_of(environment).target_return
         train: Any = splits.train
         best = float(train.returns.max())
         scores: dict[str, Any] = {"environment": environment, "episodes": episodes}
@@ -275,25 +276,6 @@ class Decision(Task):
             scores[key] = float(played.scores.mean())
             scores[f"{key}_deviation"] = float(played.scores.std())
         return scores
-
-
-# the larger of the two returns that the paper asks for; the other is half of it
-TARGET_RETURNS = {"Hopper": 3600.0, "HalfCheetah": 12000.0, "Walker2d": 5000.0}
-
-
-def target_return_of(environment: str) -> float:
-    """The larger of the two returns that the paper asks for.
-
-    >>> target_return_of("Walker2d-v4")
-    5000.0
-    """
-    name = environment.partition("-")[0]
-    if name not in TARGET_RETURNS:
-        raise ValueError(
-            f"there is no target return for the environment {environment!r} of the data; accepted: any version of "
-            f"{', '.join(TARGET_RETURNS)}."
-        )
-    return TARGET_RETURNS[name]
 
 
 def environments(name: str, episodes: int) -> Any:
