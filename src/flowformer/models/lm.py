@@ -311,23 +311,46 @@ class FlowformerLM(FlowModel):
             else:
                 x, states = self._hidden(token[:, None], None, states)
 
+    def run_layers(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        states: Sequence[FlowState] | None = None,
+        inputs: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[FlowState] | None]:
+        """All that comes between the embedding and the head.
+
+        Args:
+            x: (B, N, W), embedded tokens.
+            mask, states: as for `forward`.
+            positions: (B, N); None counts the tokens of each sequence, after those that the states have seen.
+            inputs: gets the input of each layer appended, (B, N, W).
+
+        Returns: what the head reads, (B, N, W), and with states the states after the last token.
+        """
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.embed_dim)
+        if positions is None and (mask is not None or states is not None):
+            present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            positions = token_positions(present, None if states is None else states[0].count.to(x.device))
+        x = self.dropout(self.positions(x, positions))
+        new_states: list[FlowState] = []
+        for i, layer in enumerate(self.decoder.layers):
+            if inputs is not None:
+                inputs.append(x)
+            if states is None:
+                x = self._layer(layer, x, mask=mask)
+            else:
+                x, state = layer(x, mask=mask, state=states[i])
+                new_states.append(state)
+        return self.norm(x), None if states is None else new_states
+
     def _hidden(self, tokens: Tensor, mask: Tensor | None, states: Sequence[FlowState] | None):
         """What the head reads, (B, N, W), and with states the new ones."""
         _check_tokens(tokens, mask)
-        x = self.embedding(tokens)
-        if self.config.scale_embedding:
-            x = x * math.sqrt(self.config.embed_dim)
-        positions = None
-        if mask is not None or states is not None:
-            present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-            positions = token_positions(present, None if states is None else states[0].count)
-        x = self.dropout(self.positions(x, positions))
-        if states is None:
-            for layer in self.decoder.layers:
-                x = self._layer(layer, x, mask=mask)
-        else:
-            x, states = self.decoder(x, mask=mask, states=states)
-        return self.norm(x), states
+        return self.run_layers(self.embedding(tokens), mask, states=states)
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)

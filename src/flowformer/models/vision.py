@@ -5,7 +5,7 @@ Shapes: B images of C × Y × X pixels, N tokens (the cells of a grid, row by ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,7 +270,7 @@ class VisionLayer(nn.Module):
         return x + self.drop_path(branch if self.layer_scale is None else self.layer_scale * branch)
 
 
-class _ImageClassifier(FlowModel):
+class ImageClassifier(FlowModel):
     """What the classifiers share: the images become features, which a linear map classifies."""
 
     def __init__(self, config: VisionConfig | DeiTConfig) -> None:
@@ -278,6 +278,21 @@ class _ImageClassifier(FlowModel):
         self.norm = nn.LayerNorm(config.width, eps=EPS)
         self.head = nn.Linear(config.width, config.num_classes)
         _initialise(self.head)
+
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
+        """The tokens before the last norm, and those after some of the stages; a DeiT has a stage for each layer.
+
+        Args:
+            images: as for `forward`.
+            taken: the numbers of the stages to return, counted from 0.
+            last: the stage to stop after; None runs all.
+
+        Returns: the tokens (B, N, W), with the class token where there is one; and, for each stage taken, its tokens
+        and the rows and columns of their grid.
+        """
+        raise NotImplementedError
 
     def features(self, images: Tensor) -> Tensor:
         """What the head classifies, (B, W)."""
@@ -302,7 +317,7 @@ class _ImageClassifier(FlowModel):
             )
 
 
-class FlowformerVision(_ImageClassifier):
+class FlowformerVision(ImageClassifier):
     """The paper's hierarchical classifier: layers on ever coarser grids of tokens, whose mean is classified.
 
     >>> model = FlowformerVision(PRESETS["cifar"])
@@ -341,10 +356,11 @@ class FlowformerVision(_ImageClassifier):
             self.stages.append(nn.ModuleList(layers))
             before, patch, rows, columns = width, 2, rows // 2, columns // 2
 
-    def features(self, images: Tensor) -> Tensor:
-        """The mean of the tokens of the last stage, (B, W)."""
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
-        x = images
+        x, kept = images, []
         for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
             x = patch_embed(x)
             grid = x.shape[2], x.shape[3]
@@ -352,11 +368,19 @@ class FlowformerVision(_ImageClassifier):
             x = self.positions(x, grid) if i == 0 else x
             for layer in layers.children():
                 x = self._layer(layer, x)
+            if i in taken:
+                kept.append((x, grid))
+            if i in (last, len(self.stages) - 1):
+                break
             x = x.transpose(1, 2).unflatten(2, grid)  # (B, W, rows, columns)
-        return self.norm(x.flatten(2).transpose(1, 2)).mean(1)
+        return x, kept
+
+    def features(self, images: Tensor) -> Tensor:
+        """The mean of the tokens of the last stage, (B, W)."""
+        return self.norm(self.intermediates(images)[0]).mean(1)
 
 
-class FlowformerDeiT(_ImageClassifier):
+class FlowformerDeiT(ImageClassifier):
     """DeiT with Flow-Attention: one grid of patches, and a class token that is classified in the end.
 
     >>> model = FlowformerDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
@@ -389,17 +413,27 @@ class FlowformerDeiT(_ImageClassifier):
             for drop_path in _rising(config.drop_path, config.depth)
         )
 
-    def features(self, images: Tensor) -> Tensor:
-        """The class token after the last layer, (B, W)."""
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
         patches = self.patch_embed(images)
         grid = patches.shape[2], patches.shape[3]
         patches = patches.flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(patches), 1, -1)
         x = self.dropout(self.positions(torch.cat([class_token, patches], 1), grid))  # (B, 1 + N, W)
-        for layer in self.layers:
+        kept = []
+        for i, layer in enumerate(self.layers):
             x = self._layer(layer, x)
-        return self.norm(x[:, 0])
+            if i in taken:
+                kept.append((x, grid))
+            if i == last:
+                break
+        return x, kept
+
+    def features(self, images: Tensor) -> Tensor:
+        """The class token after the last layer, (B, W)."""
+        return self.norm(self.intermediates(images)[0][:, 0])
 
 
 def _rising(rate: float, depth: int) -> list[float]:
