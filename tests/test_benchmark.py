@@ -143,7 +143,7 @@ class TestLra:
         speeds = {"softmax": 2.0, "flow": 6.0, "rfa": 1.0, "synthesizer": 1.0}
 
         def cells(name, length, options):
-            return [lra.Row(name, length, mode, 2, "ok", steps_per_second=speeds[name]) for mode in lra.MODES]
+            return [lra.SpeedCell(name, length, mode, 2, "ok", steps_per_second=speeds[name]) for mode in lra.MODES]
 
         monkeypatch.setattr(lra, "cells", cells)
         rows = list(lra.run(lra.parse(cheap(attentions=speeds, lengths=(1024, 2000, 3072)))))

@@ -7,7 +7,7 @@ import torch
 
 from flowformer import data
 from flowformer.data import store
-from flowformer.data.splits import Columns, Rows
+from flowformer.data.splits import Columns, FlatSequences
 
 
 class TestRoot:
@@ -149,7 +149,7 @@ class TestColumns:
             Columns(a=torch.zeros(2), b=torch.zeros(3))
 
     def test_rows_may_overlap_and_repeat(self):
-        rows = Rows(torch.arange(5, dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([4, 5]), shift=255)
+        rows = FlatSequences(torch.arange(5, dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([4, 5]), shift=255)
         assert rows[0].tolist() == [255, 256, 257, 258]
         assert [row.tolist() for row in rows.take(torch.tensor([1, 1]))] == [[257, 258, 259]] * 2
         assert rows[0].dtype == torch.long

@@ -11,19 +11,20 @@ from tiny_training import CONFIG, SERIES, losses, random_cases
 from torch.utils.data import Subset
 
 from flowformer.data import DataInfo, Splits, collate
-from flowformer.data.splits import Columns, Rows
+from flowformer.data.splits import Columns, FlatSequences
 from flowformer.train import graphs, loop, resident
 from flowformer.train.loop import train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FLAT = torch.randint(0, 256, (100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 STARTS = torch.tensor([0, 10, 10, 60, 99, 30])
-ROWS = Rows(FLAT, STARTS, torch.tensor([10, 40, 41, 99, 100, 60]), shift=1)
+EARLY_STARTS = STARTS.clamp(max=80)
+ROWS = FlatSequences(FLAT, STARTS, torch.tensor([10, 40, 41, 99, 100, 60]), shift=1)
 DATASETS = {
     "series": SERIES.train,
     "rows": Columns(tokens=ROWS, label=torch.arange(6)),
     "pairs": Columns(first=ROWS, second=ROWS.take(torch.tensor([5, 4, 3, 2, 1, 0])), label=torch.arange(6)),
-    "one length": Columns(tokens=Rows(FLAT, STARTS.clamp(max=80), STARTS.clamp(max=80) + 20), label=torch.arange(6)),
+    "one length": Columns(tokens=FlatSequences(FLAT, EARLY_STARTS, EARLY_STARTS + 20), label=torch.arange(6)),
     "images": Columns(image=torch.randn(6, 3, 8, 8), label=torch.arange(6)),
     **{task: random_cases(task)[0] for task in ("tokens", "language", "decision")},
 }

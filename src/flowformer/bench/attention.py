@@ -138,7 +138,7 @@ def fla_contestants() -> list[Contestant]:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionTiming:
     kind: str
     contestant: str
     shape: str
@@ -159,14 +159,14 @@ class Row:
     both_host_us: float = math.nan
 
 
-class Shape(NamedTuple):
+class InputShape(NamedTuple):
     batch: int
     heads: int
     length: int
     dim: int
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> InputShape:
         match = re.fullmatch(r"B(\d+)H(\d+)N(\d+)d(\d+)", text)
         if match is None:
             raise argparse.ArgumentTypeError(f"a shape looks like B2H8N4096d64, got {text!r}")
@@ -217,7 +217,7 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
                 print(wrong, flush=True)
 
 
-def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[Row]:
+def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> list[AttentionTiming]:
     dtype, device = getattr(torch, options.dtype), options.device
     size = shape.batch * shape.heads * shape.length * dtype.itemsize
     field = [each for each in field if size * each.footprint(shape.length, shape.dim) <= options.memory * 2**30 / 8]
@@ -244,7 +244,7 @@ def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[R
             break
     tensor = tensors[0].nbytes
     rows = [
-        Row(
+        AttentionTiming(
             kind,
             each.name,
             str(shape),
@@ -280,13 +280,13 @@ def captured(name: str, run: Callable[[], object], repeats: int) -> float:
         return math.nan
 
 
-def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
+def floor(kind: str, shape: InputShape, tensors: list[Tensor]) -> AttentionTiming:
     """The time of reading Q, K, V and writing R once; backward reads those and dR, and writes three gradients."""
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     copies = [milliseconds(lambda: target.copy_(source), "cuda") for _ in range(12)]
     transfer = statistics.median(copies[2:]) * tensors[0].nbytes / (2 * source.nbytes)
     forward, both = 4 * transfer, 11 * transfer
-    return Row(kind, "floor", str(shape), forward, forward, forward, both, both, both, 1.0, 1.0)
+    return AttentionTiming(kind, "floor", str(shape), forward, forward, forward, both, both, both, 1.0, 1.0)
 
 
 def decode(options) -> dict[str, float]:
@@ -319,7 +319,7 @@ def decode(options) -> dict[str, float]:
     }
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[AttentionTiming]) -> str:
     head = f"{'':48}{'forward ms':12}{'':12}{'forward+backward ms':28}{'peak memory, in inputs':26}"
     lines = [head + ("graph ms           launches    host us" if rows[0].forward_launches > 0 else "")]
     for row in rows:
@@ -339,17 +339,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def speedups(rows: list[Row], backend: str) -> str:
+def speedups(rows: list[AttentionTiming], backend: str) -> str:
     """How many times our forward+backward the others take."""
     ours, *others = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
     times = ", ".join(f"{other.both_ms / ours.both_ms:.2f}× as fast as {other.contestant}" for other in others)
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is {times}"
 
 
-def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
+def write_csv(path: Path, rows: list[AttentionTiming], facts: dict[str, str]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), *facts])
+        writer.writerow([*(field.name for field in fields(AttentionTiming)), *facts])
         for row in rows:
             writer.writerow([*asdict(row).values(), *facts.values()])
 
@@ -361,7 +361,8 @@ def parse(arguments: list[str] | None = None):
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
-    parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=list(map(Shape.parse, SHAPES[has_cuda])))
+    shapes = list(map(InputShape.parse, SHAPES[has_cuda]))
+    parser.add_argument("--shapes", type=InputShape.parse, nargs="+", default=shapes)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, by how their names begin")
@@ -373,7 +374,7 @@ def parse(arguments: list[str] | None = None):
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[AttentionTiming]:
     options = parse(arguments)
     facts = machine(options.device, options.dtype)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))

@@ -37,7 +37,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Row:
+class LoopTiming:
     recipe: str
     device: str
     precision: str
@@ -71,7 +71,7 @@ def reviews(folder: Path) -> None:
 SYNTHETIC: dict[str, Callable[[Path], None]] = {"lra/text": reviews, "lra/listops": listops}
 
 
-def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row:
+def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> LoopTiming:
     """Bare model, data alone and loop, one after another: `steps` updates each, after `warmup` that do not count."""
     config = replace(
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
@@ -99,7 +99,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
         _forget_peak(device)
         trainer.run()
     loop_seconds = logged[warmup + steps] - logged[warmup]
-    return Row(
+    return LoopTiming(
         config.recipe,
         device_name(device),
         config.precision,
@@ -155,7 +155,7 @@ def _forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def show(row: Row) -> str:
+def show(row: LoopTiming) -> str:
     return "\n".join(
         (
             f"{row.recipe}, batch {row.batch_size}, {row.tokens_per_step:,.0f} tokens a step, {row.precision}, "
@@ -169,7 +169,7 @@ def show(row: Row) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[LoopTiming]:
     parser = argparse.ArgumentParser(
         "flowformer bench loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -49,7 +49,7 @@ TOLERANCE = {"float32": (1e-3, 2e-2), "bfloat16": (0.1, 0.5)}
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedCell:
     attention: str
     length: int
     mode: str
@@ -181,7 +181,7 @@ def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
     return status, None
 
 
-def cells(name: str, length: int, options) -> Iterator[Row]:
+def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
     """The rows of one attention at one length, without ratios."""
     status, model = attempt(partial(build, name, length, options), options.device)
     mode_steps = {} if model is None else steps(model, options)
@@ -197,10 +197,10 @@ def cells(name: str, length: int, options) -> Iterator[Row]:
                 if attempt(partial(once, step, size, length, options), options.device)[0] == "ok":
                     break
         largest = size if status in ("ok", OOM) else None
-        yield Row(name, length, mode, options.batch, status, largest_batch=largest, **found or {})
+        yield SpeedCell(name, length, mode, options.batch, status, largest_batch=largest, **found or {})
 
 
-def run(options) -> Iterator[Row]:
+def run(options) -> Iterator[SpeedCell]:
     """All rows, the lengths one after the other, so that what is compared is measured close together."""
     for length in options.lengths:
         softmax: dict[str, float | None] = {}
@@ -218,18 +218,18 @@ def run(options) -> Iterator[Row]:
 
 
 @contextmanager
-def csv_file(path: Path | None, facts: dict[str, str]) -> Iterator[Callable[[Row], None]]:
+def csv_file(path: Path | None, facts: dict[str, str]) -> Iterator[Callable[[SpeedCell], None]]:
     """What writes a row, at once, so that a killed run keeps its rows."""
     if path is None:
         yield lambda row: None
         return
     with path.open("w", newline="", buffering=1) as file:
         writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), *facts])
+        writer.writerow([*(field.name for field in fields(SpeedCell)), *facts])
         yield lambda row: writer.writerow([*asdict(row).values(), *facts.values()])
 
 
-def progress(row: Row) -> str:
+def progress(row: SpeedCell) -> str:
     place = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
     if row.status == "ok":
         return (
@@ -238,12 +238,12 @@ def progress(row: Row) -> str:
     return f"{place}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[SpeedCell]) -> str:
     """A part for each mode: attentions down, lengths across."""
     lengths, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("length", "attention"))
     found = {(row.mode, row.attention, row.length): row for row in rows}
 
-    def cell(row: Row) -> str:
+    def cell(row: SpeedCell) -> str:
         ratio, paper = ("-" if each is None else f"{each:.2f}" for each in (row.ratio, row.paper_ratio))
         if row.paper_steps_per_second == OOM:
             paper = OOM
@@ -292,7 +292,7 @@ def parse(arguments: list[str] | None = None):
     return options
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[SpeedCell]:
     options = parse(arguments)
     if options.plot:
         from ..viz import speed_bars  # before anything is timed, for it may be missing

@@ -23,7 +23,7 @@ from .._utils import optional_import
 from . import listops as listops_data
 from . import pathfinder as pathfinder_data
 from . import store, vision
-from .splits import Columns, DataInfo, Rows, Splits
+from .splits import Columns, DataInfo, FlatSequences, Splits
 from .store import DataSet
 
 _RELEASE = "Download https://storage.googleapis.com/long-range-arena/lra_release.gz (8 GB) and unpack it in {folder}"
@@ -49,7 +49,7 @@ def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> S
         tokens, ends, labels = _read_listops(path)
         differs.append(store.complete(path, "rows", len(labels), LISTOPS.sizes[part], partial=partial))
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-        parts.append(Columns(tokens=Rows(tokens, starts, ends.minimum(starts + max_length)), label=labels))
+        parts.append(Columns(tokens=FlatSequences(tokens, starts, ends.minimum(starts + max_length)), label=labels))
     info = DataInfo(
         "lra/listops",
         store.checksum(paths.values()),
@@ -244,16 +244,16 @@ def _read_image(path: Path) -> np.ndarray:
     return pixels.reshape(-1)
 
 
-def _byte_rows(texts: list[bytes]) -> Rows:
+def _byte_rows(texts: list[bytes]) -> FlatSequences:
     """Bytes as ids from 1, so that 0 can be padding."""
     ends = torch.tensor([len(text) for text in texts]).cumsum(0)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    return Rows(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
+    return FlatSequences(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
 
 
-def _pixel_rows(images: Tensor) -> Rows:
+def _pixel_rows(images: Tensor) -> FlatSequences:
     starts = torch.arange(len(images)) * images.shape[1]
-    return Rows(images.reshape(-1), starts, starts + images.shape[1])
+    return FlatSequences(images.reshape(-1), starts, starts + images.shape[1])
 
 
 def _grey(images: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import store
-from .splits import Columns, DataInfo, Rows, Splits
+from .splits import Columns, DataInfo, FlatSequences, Splits
 from .store import DataSet
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -26,10 +26,10 @@ _UNKNOWN = SPECIAL.index("<unk>")
 _PARTS = ("train", "valid", "test")
 
 
-class Language(Columns):
+class TextCases(Columns):
     """Cases of consecutive tokens; `vocabulary` names the ids, None for bytes."""
 
-    def __init__(self, vocabulary: list[str] | None, **columns: Tensor | Rows) -> None:
+    def __init__(self, vocabulary: list[str] | None, **columns: Tensor | FlatSequences) -> None:
         super().__init__(**columns)
         self.vocabulary = vocabulary
 
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[list[str]]:
             raise store.DamagedDataError(f"{path} is damaged: {error}") from error
 
 
-def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> Language:
+def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> TextCases:
     """Cuts tokens into cases; None as context is for training, where a shorter last case is dropped."""
     if not 0 <= (context or 0) < length:
         raise ValueError(f"context must be from 0 to length - 1 = {length - 1}, got {context}.")
@@ -152,6 +152,6 @@ def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: li
     if context is None and len(ends) > 1 and ends[-1] - firsts[-1] <= length:
         firsts, ends = firsts[:-1], ends[:-1]
     if not context:
-        return Language(vocabulary, tokens=Rows(flat, firsts, ends))
+        return TextCases(vocabulary, tokens=FlatSequences(flat, firsts, ends))
     starts = (firsts - context).clamp(min=0)
-    return Language(vocabulary, tokens=Rows(flat, starts, ends), context=firsts - starts)
+    return TextCases(vocabulary, tokens=FlatSequences(flat, starts, ends), context=firsts - starts)

@@ -10,7 +10,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,8 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         source["output_layer.weight"].shape[0],
         max_length,
         embed_dim=embed_dim,
-        num_layers=source.count(r"encoder\.attn_layers\.(\d+)\."),
         num_heads=num_heads,
-        mlp_dim=source["encoder.attn_layers.0.conv1.weight"].shape[0],
+        **source.depth_and_mlp("encoder.attn_layers", "conv1"),
         # the release lets attention see the padding
         mask_padding=False,
         variant=FlowVariant.named("timeseries"),
@@ -132,10 +131,9 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
     vocab_size, embed_dim = source["transformer.wte.weight"].shape
     config = LMConfig(
         vocab_size,
-        num_layers=source.count(r"transformer\.h\.(\d+)\."),
         embed_dim=embed_dim,
         num_heads=num_heads,
-        mlp_dim=source["transformer.h.0.mlp.c_fc.weight"].shape[0],
+        **source.depth_and_mlp("transformer.h", "mlp.c_fc"),
         activation="gelu_tanh",
         positions="learned",
         max_length=source["transformer.wpe.weight"].shape[0],
@@ -176,10 +174,9 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
     source = _Source("language", {name: value for name, value in weights.items() if name not in unused})
     config = LMConfig(
         embedding.shape[0],
-        num_layers=source.count(r"decoder\.layers\.(\d+)\."),
         embed_dim=embedding.shape[1],
         num_heads=num_heads,
-        mlp_dim=source["decoder.layers.0.fc1.weight"].shape[0],
+        **source.depth_and_mlp("decoder.layers", "fc1"),
         positions="fairseq",
         tie_embedding=tied,
         variant=FlowVariant.named("language"),
@@ -223,6 +220,16 @@ class _Source:
     def count(self, pattern: str) -> int:
         """How many different numbers stand at the group of the pattern."""
         return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
+
+    def depth_and_mlp(self, layers: str, linear: str) -> dict[str, Any]:
+        """How many layers there are, and the inner width of their feed-forward networks.
+
+        Args:
+            layers: the name of the list of layers.
+            linear: the first map of the feed-forward network, inside a layer.
+        """
+        depth = self.count(rf"{re.escape(layers)}\.(\d+)\.")
+        return {"num_layers": depth, "mlp_dim": self[f"{layers}.0.{linear}.weight"].shape[0]}
 
     def load(
         self,

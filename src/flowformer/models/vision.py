@@ -22,28 +22,40 @@ EPS = 1e-6  # of every layer norm
 STD = 0.02  # of every weight at the start, but for the convolutions and the scales of a branch
 
 
-def _check_config(config: VisionConfig | DeiTConfig) -> None:
-    sides = _pair(config.image_size)
-    if config.patch_size < 1 or any(side < 1 or side % config.stride for side in sides):
-        raise ValueError(
-            f"image_size must be a positive multiple of the side of a token of the last layer, {config.stride} pixels, "
-            f"got {config.image_size} with patch_size {config.patch_size}."
-        )
-    if not 0 <= config.drop_path < 1:
-        raise ValueError(f"drop_path must be at least 0 and below 1, got {config.drop_path!r}.")
+class _ImageConfig:
+    """What the configs of both models share."""
 
+    image_size: int | tuple[int, int]
+    patch_size: int
+    drop_path: float
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or any(side < 1 or side % self.stride for side in self._sides):
+            raise ValueError(
+                f"image_size must be a positive multiple of the side of a token of the last layer, {self.stride} "
+                f"pixels, got {self.image_size} with patch_size {self.patch_size}."
+            )
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path must be at least 0 and below 1, got {self.drop_path!r}.")
 
+    @property
+    def stride(self) -> int:
+        """Pixels along the side of a token of the last layer: what the sides of an image must be divisible by."""
+        return self.patch_size
 
-def _grid(config: VisionConfig | DeiTConfig) -> tuple[int, int]:
-    rows, columns = _pair(config.image_size)
-    return rows // config.patch_size, columns // config.patch_size
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image."""
+        rows, columns = self._sides
+        return rows // self.patch_size, columns // self.patch_size
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(_ImageConfig):
     """The four-stage model; the defaults are those of its released training script.
 
     Args:
@@ -80,16 +92,10 @@ class VisionConfig:
             raise ValueError(
                 f"channels and depths must give one number a stage, got {self.channels} and {self.depths}."
             )
-        _check_config(self)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches of an image."""
-        return _grid(self)
+        super().__post_init__()
 
     @property
     def stride(self) -> int:
-        """Pixels along the side of a token of the last stage: what the sides of an image must be divisible by."""
         return self.patch_size * 2 ** (len(self.channels) - 1)
 
     @property
@@ -99,7 +105,7 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
-class DeiTConfig:
+class DeiTConfig(_ImageConfig):
     """DeiT with a class token and without distillation; the defaults are DeiT-S.
 
     Args: as for `VisionConfig`, with one width `embed_dim` and `depth` layers, whose branches are not scaled.
@@ -118,19 +124,6 @@ class DeiTConfig:
     attention: str = "flow"
     attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
-
-    def __post_init__(self) -> None:
-        _check_config(self)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches of an image."""
-        return _grid(self)
-
-    @property
-    def stride(self) -> int:
-        """Pixels along the side of a token: what the sides of an image must be divisible by."""
-        return self.patch_size
 
     @property
     def width(self) -> int:

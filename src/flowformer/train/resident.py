@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..data.splits import MASKS, Columns, Rows
+from ..data.splits import MASKS, Columns, FlatSequences
 from .config import TrainConfig
 from .tasks import Batch
 
@@ -31,7 +31,7 @@ class DeviceColumn:
             self.rows = column.to(device)
             return
         self.shift: int | None = None
-        if isinstance(column, Rows):
+        if isinstance(column, FlatSequences):
             self.starts, ends, flat, self.shift = column.starts, column.ends, column.flat, column.shift
         else:
             ends, flat = torch.tensor([len(case) for case in column]).cumsum(0), torch.cat(list(column))
@@ -104,4 +104,4 @@ def _columns(dataset: Any) -> dict[str, Any]:
 def _bytes(column: Any) -> int:
     if isinstance(column, Tensor):
         return column.nbytes
-    return column.flat.nbytes if isinstance(column, Rows) else sum(case.nbytes for case in column)
+    return column.flat.nbytes if isinstance(column, FlatSequences) else sum(case.nbytes for case in column)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from .._utils import check_choice
@@ -249,31 +250,24 @@ _VISION_METHODS = (
     Method("cosFormer", "cosformer"),
     _FLOW,
 )
-IMAGENET = Table(
+_imagenet = partial(Table, seeds=1, compared="best", figures=("top5", "parameters", "flops"))
+IMAGENET = _imagenet(
     "imagenet",
     "ImageNet-1K, top-1 accuracy in %",
     (Column("top-1", "imagenet/hierarchical", 20_000),),
     _VISION_METHODS,
-    seeds=1,
-    compared="best",
-    figures=("top5", "parameters", "flops"),
 )
-DEIT = Table(
+DEIT = _imagenet(
     "imagenet-deit",
     "ImageNet-1K with DeiT-S, top-1 accuracy in %",
     (Column("top-1", "imagenet/deit-s", 10_000),),
     (Method("DeiT-S", "softmax"), Method("DeiT+Flowformer", "flow")),
-    seeds=1,
-    compared="best",
-    figures=("top5", "parameters", "flops"),
 )
-VIT = Table(
+VIT = _imagenet(
     "imagenet-vit",
     "ImageNet-1K with ViT, top-1 accuracy in %",
     (Column("ViT-B", "imagenet/vit-b", 20_000), Column("ViT-L", "imagenet/vit-l", 60_000)),
     (Method("ViT", "softmax"),),
-    seeds=1,
-    compared="best",
     figures=("parameters", "flops"),
 )
 CIFAR10 = Table(

@@ -167,7 +167,7 @@ def _accuracy(classes: int, top_k: int = 1) -> Metric:
     return MulticlassAccuracy(classes, top_k=top_k, average="micro", validate_args=False)
 
 
-class Language(Task):
+class LanguageModelling(Task):
     """The next token after each token; perplexity is per token, bits per token is the same in other units."""
 
     def count(self, batch: Batch) -> Tensor:
@@ -295,7 +295,7 @@ TASKS: dict[str, Task] = {
     ),
     "series": Classification((FlowformerTimeSeries,), ("series", "mask"), "accuracy", True),
     "images": Classification((FlowformerVision, FlowformerDeiT), ("image",), "accuracy", True),
-    "language": Language((FlowformerLM,), ("tokens", "mask"), "perplexity", False),
+    "language": LanguageModelling((FlowformerLM,), ("tokens", "mask"), "perplexity", False),
     "decision": Decision(
         (FlowformerDecision,), ("returns_to_go", "states", "actions", "timesteps", "mask"), "score", True
     ),

@@ -5,13 +5,13 @@ Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...integrations.aeon import FlowformerClassifier
+from ...integrations.aeon import NetworkClassifier
 
 
 class LSTMNetwork(nn.Module):
@@ -37,54 +37,19 @@ class LSTMNetwork(nn.Module):
         return self.head(self.dropout(last))
 
 
-class LSTMClassifier(FlowformerClassifier):
-    """Classifies time series with an LSTM of the width and depth of `FlowformerClassifier`, trained as that is.
+@dataclass(kw_only=True, eq=False, repr=False)
+class LSTMClassifier(NetworkClassifier):
+    """Classifies time series with an LSTM.
 
-    The paper does not state the sizes of its LSTM.
+    The paper does not state the sizes of its LSTM; width, depth and training are those of
+    `FlowformerTimeSeriesClassifier`.
 
-    Args: as of `FlowformerClassifier`, less what belongs to attention.
+    Args: as of `FlowformerTimeSeriesClassifier`, less what belongs to attention.
 
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
     >>> LSTMClassifier(n_epochs=1).fit(series, np.array(["a", "b", "a", "b"])).predict_proba(series).shape
     (4, 2)
     """
-
-    def __init__(
-        self,
-        *,
-        embed_dim: int = 64,
-        num_layers: int = 2,
-        dropout: float = 0.1,
-        n_epochs: int = 50,
-        batch_size: int = 16,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 1e-2,
-        class_weight: str | dict | None = None,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        patience: int = 20,
-        device: str = "auto",
-        n_jobs: int | None = 1,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            embed_dim=embed_dim,
-            num_layers=num_layers,
-            dropout=dropout,
-            n_epochs=n_epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            class_weight=class_weight,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            patience=patience,
-            device=device,
-            n_jobs=n_jobs,
-            random_state=random_state,
-            verbose=verbose,
-        )
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
         return LSTMNetwork(

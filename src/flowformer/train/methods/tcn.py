@@ -9,6 +9,7 @@ Shapes: B series, N steps, C channels, K negatives, R representation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -125,6 +126,7 @@ def triplet_loss(anchor: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
     return -(near + far).mean()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TCNClassifier(NetworkEstimator, BaseClassifier):
     """Classifies time series by a support vector machine on representations that a `TemporalEncoder` learns unlabelled.
 
@@ -138,7 +140,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
         n_steps, batch_size: updates of the encoder, and series of each.
         n_negatives: pieces of other series to tell each piece apart from.
         learning_rate: of Adam.
-        device, n_jobs, random_state, verbose: as of `FlowformerClassifier`.
+        device, n_jobs, random_state, verbose: as of `FlowformerTimeSeriesClassifier`.
 
     Attributes after `fit`: `model_`, the encoder, `loss_curve_`, one number an update, and `machine_`.
 
@@ -149,36 +151,21 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
 
     _tags: ClassVar[dict[str, Any]] = {"capability:multithreading": True}
 
-    def __init__(
-        self,
-        *,
-        channels: int = 40,
-        depth: int = 10,
-        kernel_size: int = 3,
-        last_channels: int = 160,
-        representation_dim: int = 320,
-        n_steps: int = 2000,
-        batch_size: int = 10,
-        n_negatives: int = 10,
-        learning_rate: float = 1e-3,
-        device: str = "auto",
-        n_jobs: int | None = 1,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.channels = channels
-        self.depth = depth
-        self.kernel_size = kernel_size
-        self.last_channels = last_channels
-        self.representation_dim = representation_dim
-        self.n_steps = n_steps
-        self.batch_size = batch_size
-        self.n_negatives = n_negatives
-        self.learning_rate = learning_rate
-        self.device = device
-        self.n_jobs = n_jobs
-        self.random_state = random_state
-        self.verbose = verbose
+    channels: int = 40
+    depth: int = 10
+    kernel_size: int = 3
+    last_channels: int = 160
+    representation_dim: int = 320
+    n_steps: int = 2000
+    batch_size: int = 10
+    n_negatives: int = 10
+    learning_rate: float = 1e-3
+    device: str = "auto"
+    n_jobs: int | None = 1
+    random_state: int | np.random.RandomState | None = None
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
 
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> TCNClassifier:

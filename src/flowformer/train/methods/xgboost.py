@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +11,7 @@ from ..._utils import optional_import
 from ...integrations.aeon import BaseClassifier, check_random_state
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class XGBoostClassifier(BaseClassifier):
     """Classifies time series by boosted trees, with each step of each channel as a feature of its own.
 
@@ -28,20 +30,13 @@ class XGBoostClassifier(BaseClassifier):
         "python_dependencies": "xgboost",
     }
 
-    def __init__(
-        self,
-        *,
-        n_estimators: int | None = None,
-        max_depth: int | None = None,
-        learning_rate: float | None = None,
-        n_jobs: int | None = 1,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        self.n_estimators = n_estimators
-        self.max_depth = max_depth
-        self.learning_rate = learning_rate
-        self.n_jobs = n_jobs
-        self.random_state = random_state
+    n_estimators: int | None = None
+    max_depth: int | None = None
+    learning_rate: float | None = None
+    n_jobs: int | None = 1
+    random_state: int | np.random.RandomState | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
 
     def _fit(self, X: np.ndarray, y: np.ndarray) -> XGBoostClassifier:
