@@ -1,4 +1,4 @@
-"""What a training run is made of: frozen dataclasses, and key=value overrides that know every name."""
+"""The config of a training run as a frozen dataclass, and key=value overrides of its fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Preset = Literal["recipe", "benchmark"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run, complete: with the data, it says everything that decides the result.
+    """Everything that decides the result of a training run, besides the data.
 
     Args:
         recipe: the name of the recipe it comes from.
@@ -44,13 +44,13 @@ class TrainConfig:
         model: the config of the model. What the data decides (classes, features, words, lengths) is filled in.
         optimiser, schedule: how it learns.
         steps, epochs: how long; steps wins where both are given.
-        batch_size: examples of one update, over all processes and all accumulated parts.
-        accumulate: in how many parts, one after another, a process computes its share of an update.
-        pad_full: pad every batch to the longest length of the data set, not to its own.
+        batch_size: examples of one update, over all ranks and micro-batches.
+        accumulate: micro-batches of a rank in one update (gradient accumulation).
+        pad_full: pad every batch to the longest length of the data set instead of the longest of the batch.
         drop_last: leave out the incomplete batch at the end of an epoch.
         replacement: draw every example at random, instead of each once an epoch.
-        repeats: how often an example stands in its batch, each time augmented anew, as DeiT does with 3; an epoch sees
-            as many fewer examples.
+        repeats: how often an example is in its batch, augmented anew each time (repeated augmentation; 3 for DeiT); an
+            epoch has as many fewer examples.
         eval_every: updates between evaluations; None is `eval_epochs`. The last update is always followed by one.
         eval_epochs: epochs between evaluations.
         eval_batch_size: examples of one evaluated batch; None is batch_size.
@@ -59,12 +59,11 @@ class TrainConfig:
         episodes, final_episodes: to play at each evaluation and at the last, where an environment is what evaluates.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
-        parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
+        parallel: "ddp", the whole model on each rank, or "fsdp", a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
-        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where the host is
-            what takes long, for models that draw no random numbers on the CPU.
-        on_device: whether training data that fit are kept in the memory of a GPU, where batches are then gathered; the
-            workers have nothing to do.
+        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where launching
+            kernels takes longer than running them. The model must not draw random numbers on the CPU.
+        on_device: whether data sets that fit are kept in GPU memory, where batches are gathered without workers.
         seed: of the parameters, the order of the data and dropout.
         workers: processes that read data.
         log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
@@ -125,7 +124,7 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """A folder name of its own for every config: what differs shows in the digest."""
+        """The folder of the run, a different one for every config: it ends with a digest of all fields."""
         digest = hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"
 
@@ -164,7 +163,7 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
-    """The config with other values, each as key=value; of a key, the parts after any of its dots are enough if clear.
+    """The config with some values replaced, each as key=value. The last parts of a key are enough if unique.
 
     An attention brings its options along, which are keys as well. preset=benchmark comes before all others: what is set
     besides is kept.
@@ -176,7 +175,7 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # the attention says which options there are, and then the preset what they are
+    # first the attention, which decides the options there are, then the preset, which sets them
     first = (r"(model\.)?attention=", r"preset=")
     for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
@@ -196,7 +195,7 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     )
     for name, value in values.items():
         if isinstance(value, FlowVariant):
-            yield prefix + name, value  # variant=core stands for all of its parts
+            yield prefix + name, value  # variant=core sets all of its fields
         if name == ATTENTION_OPTIONS:
             value = {option: parameter.default for option, parameter in _options(config).items()} | value
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
@@ -248,7 +247,7 @@ def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
 
 
 def _parse_like(text: str, value: Any, key: str) -> Any:
-    """The text as a value of the same kind as the one it replaces."""
+    """The text as a value of the type of the one it replaces."""
     return json.loads(text) if value is None else _parse(text, type(value), key)
 
 
@@ -273,7 +272,7 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
 
 
-# what other trainers call our keys
+# the names that other trainers have for our keys
 _ELSEWHERE = {
     "learning_rate": "optimiser.lr",
     "max_lr": "optimiser.lr",

@@ -38,7 +38,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and did so with a checkpoint to resume from."""
+    """The run was asked to stop, and wrote a checkpoint to resume from."""
 
 
 @dataclass
@@ -77,8 +77,8 @@ def train(
         config: of a recipe.
         folder: of the run. It gets config.json, provenance.json, log.jsonl, tensorboard/, checkpoints/, and the models
             `final` and `best`, which `from_pretrained` reads.
-        splits: the data; None loads what the config names, from data_dir.
-        resume: go on from the newest checkpoint in the folder, if there is one.
+        splits: the data; None loads the data set of the config from data_dir.
+        resume: continue from the newest checkpoint in the folder, if there is one.
         report: is called with every record of the log, and with {"kind": "step"} after each update.
 
     Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written. Raises `claims.FolderInUseError` if
@@ -89,7 +89,7 @@ def train(
 
 
 class Trainer:
-    """A run, set up; `run` is the loop."""
+    """A run: `__init__` sets it up, `run` is the loop."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Trainer:
                     self._update([next(batches) for _ in range(config.accumulate)])
                     if self.claim is not None and self.claim.lost:
                         raise claims.FolderInUseError(
-                            f"{self.folder} was taken over while this process slept; it stops here and writes nothing."
+                            f"another process took {self.folder} over while this one was suspended; this one stops."
                         )
                     last = progress.step == self.steps
                     if last or progress.step % config.log_every == 0:

@@ -19,11 +19,11 @@ ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 
 @dataclass(frozen=True)
 class Optimiser:
-    """How parameters move.
+    """The optimiser of a run.
 
     Args:
         name: "adamw", which without weight decay is Adam, or "radam".
-        lr: what the schedule scales.
+        lr: the learning rate, before the schedule.
         weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
         decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
         clip: the largest norm of the gradient; None is no bound.
@@ -48,7 +48,7 @@ class Schedule:
     Args:
         name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
             "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
-        warmup: updates over which the rate rises in a line.
+        warmup: updates over which the rate rises linearly.
         start: the rate at the first update of the warm-up.
         floor: the rate of the last update of "cosine".
     """

@@ -1,4 +1,4 @@
-"""What a run writes down: a line of JSON for each event, curves for tensorboard, and where it all comes from."""
+"""The record of a run: a line of JSON for each event, curves for tensorboard, and its provenance."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOG, PROVENANCE = "log.jsonl", "provenance.json"
 
 
 class RunLog:
-    """The log of a run, and where tensorboard is installed the same numbers as its curves; only rank 0 writes.
+    """The log of a run, also as tensorboard curves where tensorboard is installed; only rank 0 writes.
 
     Args:
         folder: of the run.
-        step: where the run goes on: what a killed run has written of later steps is taken out.
+        step: where the run starts; records of later steps, left by a run that was killed, are removed.
         active: False writes nothing.
     """
 
@@ -63,7 +63,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a log, without the half a line that a killed run may leave at its end."""
+    """The records of a log; an incomplete last line, left by a run that was killed, is dropped."""
     if not (folder / LOG).is_file():
         raise FileNotFoundError(f"{folder} has no {LOG}; accepted: the folder of a run.")
     records = []
@@ -76,7 +76,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str, Any]:
-    """Where a result comes from: data, hardware, versions, commit, and the command as a shell takes it."""
+    """Where a result comes from: data, hardware, versions, commit, and the command, quoted for a shell."""
     return {
         "data": info.name,
         "checksum": info.checksum,
@@ -108,7 +108,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB: what tensors took at most on a GPU, what the process took at most elsewhere."""
+    """Peak memory in MiB: of tensors on a GPU, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -116,5 +116,5 @@ def peak_memory(device: torch.device) -> float:
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks, known before anything is set up."""
+    """Whether this is rank 0, known before the process group is set up."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""Results: finished runs as rows with all that says where they come from, and models of runs looked at again."""
+"""Finished runs as rows with their provenance, and trained models evaluated or drawn again."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ _NUMBERS = (
     "peak_memory_mib",
 )
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
-# what leaves the result of a run as it is
-_NOT_OF_THE_RESULT = (
+# fields that do not change the experiment
+_SAME_EXPERIMENT = (
     "recipe",
     "seed",
     "workers",
@@ -82,7 +82,7 @@ _NOT_OF_THE_RESULT = (
     "keep",
     "model.attention",
 )
-# other arithmetic, the same experiment: shown beside the paper's number, and named there
+# fields that change only the arithmetic: such runs are compared with the paper, and labelled
 ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
@@ -103,14 +103,14 @@ def collect(sources: Iterable[Path]) -> list[Row]:
         )
         for row in rows:
             known = found.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
-            # a repeated run is no other seed; a folder says more than a row of a table
+            # the same run may be found as a folder and as a row of a CSV: keep the folder
             if not Path(known["folder"]).is_dir() and Path(row["folder"]).is_dir():
                 known.update(row)
     return sorted(found.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
 
 def same_experiment(differences: str) -> bool:
-    """Whether runs with these differences from a recipe belong beside the paper's number: other arithmetic does.
+    """Whether runs with these differences from a recipe are compared with the paper: only the arithmetic may differ.
 
     >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
     (True, False)
@@ -152,7 +152,7 @@ def differences(fields: dict[str, Any]) -> list[str]:
     return [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
-        if key not in _NOT_OF_THE_RESULT
+        if key not in _SAME_EXPERIMENT
         and key not in by_data
         and not isinstance(value, FlowVariant)
         and before.get(key) != value

@@ -1,4 +1,4 @@
-"""What a batch and a metric are, for each family of the paper: the loop knows of data and models only through a task.
+"""The tasks: what a batch, a loss and a metric are in each family of the paper. The loop knows no model and no data.
 
 Shapes: B batch, N tokens or steps, T steps of a trajectory.
 """
@@ -41,7 +41,7 @@ _LAYERS = (FlowEncoderLayer, FlowDecoderLayer, VisionLayer)
 
 @dataclass(frozen=True)
 class Task:
-    """A family: its models, what goes into them, and how their results are scored.
+    """A task: its models, their inputs, and how their outputs are scored.
 
     Args:
         models: the classes, one for each class of config.
@@ -84,7 +84,7 @@ class Task:
         return [batch.get(key) for key in self.inputs]
 
     def count(self, batch: Batch) -> Tensor:
-        """Over how many things the loss of a batch is a sum."""
+        """The number of terms in the loss of a batch: examples, tokens or numbers of actions."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
@@ -111,7 +111,7 @@ class Task:
         raise NotImplementedError
 
     def tokens(self, batch: Batch) -> int | Tensor:
-        """How many tokens a batch has, padding not counted; a tensor beside the batch, so that nobody waits for it."""
+        """The number of tokens of a batch without padding; a tensor on its device, so that nothing synchronises."""
         masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
         if masks:
             return sum(mask.sum() for mask in masks)
@@ -123,7 +123,7 @@ class Classification(Task):
     """One label for each example; images may be mixed with each other in training."""
 
     def count(self, batch: Batch) -> Tensor:
-        # filled on the device: a copy from the host would wait for all updates before
+        # filled on the device: a copy from the host would synchronise
         return torch.full((), float(len(batch["label"])), device=batch["label"].device)
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
@@ -163,7 +163,7 @@ class Classification(Task):
 
 
 def _accuracy(classes: int, top_k: int = 1) -> Metric:
-    # its check of each batch would wait for the device
+    # validating each batch would synchronise the device
     return MulticlassAccuracy(classes, top_k=top_k, average="micro", validate_args=False)
 
 
@@ -190,18 +190,21 @@ class LanguageModelling(Task):
 
     @staticmethod
     def _targets(batch: Batch) -> Tensor:
-        """(B, N), the token after each, IGNORED where it is padding, or was predicted before and is here as context."""
+        """(B, N), the token after each; IGNORED for padding, and for context, which earlier cases have predicted."""
         targets = batch["tokens"][:, 1:]
         if "mask" in batch:
             targets = targets.masked_fill(~batch["mask"][:, 1:], IGNORED)
         if "context" in batch:
-            place = torch.arange(targets.shape[1], device=targets.device)
-            targets = targets.masked_fill(place < batch["context"][:, None], IGNORED)
+            position = torch.arange(targets.shape[1], device=targets.device)
+            targets = targets.masked_fill(position < batch["context"][:, None], IGNORED)
         return targets
 
 
 class _Mean(Metric):
-    """A sum over a count, of all batches and processes; a NaN stays, and no batch waits until it was looked at."""
+    """A sum over a count, over all batches and ranks.
+
+    torchmetrics.MeanMetric looks for NaN in each batch, which synchronises the device.
+    """
 
     total: Tensor
     count: Tensor
@@ -227,7 +230,7 @@ class _Perplexity(_Mean):
 
 
 class Decision(Task):
-    """The actions of trajectories, by their squared error; what they are worth is seen by playing."""
+    """The actions of trajectories, trained by their squared error and evaluated by playing episodes."""
 
     sizes: ClassVar[dict[str, str]] = {"state_dim": "num_features", "action_dim": "num_actions", "window": "max_length"}
 
@@ -246,8 +249,8 @@ class Decision(Task):
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any]:
         """Play episodes with the paper's target return of the environment, and with half of it.
 
-        The scores also say which environment was played how often, and under "note" if a target return is above every
-        episode of the data: what the model is asked for then is nothing that it has seen.
+        The scores also hold the environment and the number of episodes, and a "note" if a target return is above
+        those of all episodes in the data: such returns were never seen in training.
         """
         from ..integrations.gymnasium import DecisionPolicy, evaluate
 
@@ -308,12 +311,12 @@ def get(name: str) -> Task:
 
 
 class Objective(nn.Module):
-    """A model and its task as one module, so that all that is distributed or compiled goes through one forward."""
+    """A model and its loss as one module, so that DDP, FSDP and torch.compile see a single forward."""
 
     def __init__(self, model: FlowModel, task: Task, config: TrainConfig) -> None:
         super().__init__()
         self.model, self.task, self.config = model, task, config
-        # what the engine shards one by one has this name there
+        # accelerate wraps modules of these classes as FSDP units
         self._no_split_modules = sorted({type(part).__name__ for part in model.modules() if isinstance(part, _LAYERS)})
 
     def forward(self, batch: Batch) -> Tensor:
@@ -329,5 +332,5 @@ def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Te
 
     classes = config.model.num_classes  # type: ignore[union-attr]
     mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
-    # it mixes each image with its mirror place in the batch, and does so in place
+    # timm mixes image i with image B - 1 - i, in place
     return mix(images.clone(), label)
