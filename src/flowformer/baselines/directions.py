@@ -46,7 +46,7 @@ class RandomDirections(nn.Module):
             self.redraw()
 
     def forward(self) -> Tensor:
-        # a checkpointed layer runs again within the backward pass, and must see what it saw
+        # gradient checkpointing runs the layer again in the backward pass, which must see the same directions
         if self.training and self.redraw_every is not None and torch._C._current_graph_task_id() == -1:
             if self.calls and self.calls % self.redraw_every == 0:
                 self.redraw()
@@ -61,10 +61,10 @@ class RandomDirections(nn.Module):
         normal = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
         gaussian = normal(groups, -(-features // dim), dim, dim)
         rotations, triangle = torch.linalg.qr(gaussian)
-        # the signs that QR happens to choose favour some directions: undone, all are equally likely
+        # fix the signs of QR, so that the rotation is uniformly distributed
         rotations = rotations * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         rotations = rotations.mT.flatten(1, 2)[:, :features]
-        # a row of a rotation has length 1: give it that of a Gaussian vector
+        # rows of a rotation have length 1: scale them to the lengths of Gaussian vectors
         lengths = normal(groups, features, dim).norm(dim=-1)
         # a new tensor: the backward pass of an earlier call may still need the old one
         self.vectors = (rotations * lengths[..., None]).to(self.vectors)

@@ -21,13 +21,13 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
-    # what it can do; an option may take from that
+    # capabilities of the class; an option of an instance may remove one
     bidirectional: bool = True
     causal: bool = True
     masks: bool = True
-    cross: bool = True  # queries and keys may be of different number
-    linear: bool = False  # time and memory grow (nearly) as the length does
-    # of query and key, what has an influence on the result; modules build no projection of the other
+    cross: bool = True  # queries and keys may differ in number
+    linear: bool = False  # time and memory grow (nearly) linearly with the length
+    # which of query and key the result depends on; modules build no projection of the other
     reads: tuple[str, ...] = ("query", "key")
 
     def forward(
@@ -75,7 +75,7 @@ class Mechanism(nn.Module):
             )
         if query.shape[2] == 0 or key.shape[2] == 0:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
-        # sums over many tokens must not be rounded to what autocast would choose
+        # sums over many tokens need more precision than autocast would use
         device = query.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             result = attend(query, key, value, is_causal, query_mask, key_mask)

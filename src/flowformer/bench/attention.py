@@ -41,7 +41,7 @@ SHAPES = (
     ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
     ["B32H8N1024d64", "B32H8N4096d64", "B8H16N2048d64", "B4H16N16384d64", "B1H16N262144d64", "B32H16N3136d8"],
 )
-# Algorithms 1 and 2 to the letter, so that everybody computes the same thing
+# Algorithms 1 and 2 as printed, so that all contestants compute the same function
 VARIANT = FlowVariant.named("paper")
 EPS = VARIANT.eps
 
@@ -84,7 +84,7 @@ class Contestant:
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     is_flow: bool = True
-    # how many numbers it keeps for a token, of the length and the head dim: what cannot fit is not tried
+    # numbers kept for each token, by length and head dim; a contestant that cannot fit into memory is not run
     footprint: Callable[[int, int], int] = linear
 
 
@@ -124,7 +124,7 @@ def fla_contestants() -> list[Contestant]:
         return []
 
     def by_tokens(function):
-        # fla keeps (B, N, H, D); contiguous inputs are laid out so beforehand, at no cost to it
+        # fla takes (B, N, H, D); inputs are transposed and made contiguous before the timing starts
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
             return function(q, k, v, normalize=False)[0].view(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -150,7 +150,7 @@ class AttentionTiming:
     both_p80: float
     forward_tensors: float  # peak memory above the inputs, in tensors of the size of an input
     both_tensors: float  # likewise above the inputs and their gradients
-    # on a GPU: the kernels replayed as a CUDA graph, how many they are, and when the call returns
+    # on a GPU: time of the kernels replayed as a CUDA graph, their number, and the host time of a call
     forward_graph_ms: float = math.nan
     both_graph_ms: float = math.nan
     forward_launches: float = math.nan
@@ -213,7 +213,7 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
                 wrong = f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}"
                 if contestant.name.startswith("flow"):
                     sys.exit(wrong)
-                # it adds up in its own dtype, and is as inexact for its users
+                # a rival that accumulates in its own dtype may be less exact
                 print(wrong, flush=True)
 
 
@@ -275,7 +275,7 @@ def captured(name: str, run: Callable[[], object], repeats: int) -> float:
     except RuntimeError as error:
         if name.startswith("flow"):
             raise
-        # a rival may wait for the device, which no graph can
+        # a rival may synchronise, which cannot be captured in a graph
         print(f"{name} cannot be replayed as a graph: {str(error).splitlines()[0]}", flush=True)
         return math.nan
 
@@ -295,7 +295,7 @@ def decode(options) -> dict[str, float]:
     step = (*options.shapes[0][:2], 1, options.shapes[0].dim)
     states = {}
     for past in (10, 100_000):
-        # the state does not know how it was reached: short pieces spare the memory of a long prompt
+        # the state is the same however the prompt is split; short pieces need less memory
         state = None
         for piece in range(0, past, 10_000):
             q, k, v, *_ = inputs((*step[:2], min(10_000, past - piece), step[3]), device, dtype)
@@ -390,7 +390,7 @@ def main(arguments: list[str] | None = None) -> list[AttentionTiming]:
             print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
             rows += measured
             if options.csv:
-                # after every shape, so that a run that is cut short has measured something
+                # written after every shape, so that an interrupted run keeps its results
                 write_csv(options.csv, rows, facts)
     for name, value in decode(options).items():
         print(f"decode: {name}: {value:.3g}")

@@ -1,7 +1,7 @@
 """How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.
 
     flowformer bench loop                                     # lra/text and lra/listops
-    flowformer bench loop --synthetic                         # without their data: made up, in the same format
+    flowformer bench loop --synthetic                         # without their data: synthetic, in the same format
     flowformer bench loop lra/listops --set precision=tf32 workers=8
 
 The loop reads, pads and moves its batches, logs, and draws its random numbers. The bare model finds the same batches on
@@ -81,7 +81,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
     logged = {}
 
     def report(record):
-        if record["kind"] == "train":  # the loop has just waited for the device
+        if record["kind"] == "train":  # logging has just synchronised the device
             logged[record["step"]] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:

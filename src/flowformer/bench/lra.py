@@ -1,4 +1,4 @@
-"""The paper's efficiency table, remade: steps per second of one model with every attention, all in one run.
+"""The paper's efficiency table: steps per second of one model with every attention, all in one run.
 
     flowformer bench lra --out speed.csv --plot speed.png       # 1K to 4K tokens, batch 32
     flowformer bench lra --attentions flow softmax --lengths 256 512 --batch 2
@@ -100,7 +100,7 @@ def autocast(options):
 def compiled(model: nn.Module, options) -> Callable[[Tensor], Tensor]:
     if not options.compile:
         return model
-    torch.compiler.reset()  # else the models of other lengths count as recompilations of this one
+    torch.compiler.reset()  # models of other lengths would count towards the recompilation limit
     return torch.compile(model, dynamic=False)
 
 
@@ -157,7 +157,7 @@ def measure(step: Callable[[Tensor, Tensor], None], size: int, length: int, opti
     peak = peak_bytes(run, options.device)
     times: list[float] = []
     start = time.perf_counter()
-    # a step of seconds has to do with fewer repeats
+    # slow steps are repeated fewer times
     while (
         len(times) < 2
         or (elapsed := time.perf_counter() - start) < options.seconds
@@ -172,7 +172,7 @@ def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
     """("ok", result), or what prevented it and None; of a failed attempt nothing is left in memory."""
     try:
         return "ok", call()
-    except Exception as error:  # one attention that breaks must not cost the others their row
+    except Exception as error:  # a failing attention must not stop the others
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = OOM if is_out_of_memory(error) else f"failed: {reason}"
     gc.collect()
@@ -193,7 +193,7 @@ def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
             status, found = attempt(partial(measure, step, options.batch, length, options), options.device)
             size = options.batch
             while status == OOM and (size := size // 2):
-                model.zero_grad()  # half of them may have come before the memory ended
+                model.zero_grad()  # some gradients may exist from before memory ran out
                 if attempt(partial(once, step, size, length, options), options.device)[0] == "ok":
                     break
         largest = size if status in ("ok", OOM) else None
@@ -295,7 +295,7 @@ def parse(arguments: list[str] | None = None):
 def main(arguments: list[str] | None = None) -> list[SpeedCell]:
     options = parse(arguments)
     if options.plot:
-        from ..viz import speed_bars  # before anything is timed, for it may be missing
+        from ..viz import speed_bars  # imported before the timing, since matplotlib may be missing
     say = partial(print, file=sys.stderr, flush=True)
     facts = {**machine(options.device, options.dtype), "compiled": str(options.compile)}
     say(", ".join(f"{name} {value}" for name, value in facts.items()))

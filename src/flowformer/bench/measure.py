@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# the profiler that counts memory otherwise logs each of its starts
+# without this, the memory profiler logs every start
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
@@ -45,7 +45,7 @@ def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    # what an earlier replay left in the cache would flatter this one
+    # flush the L2 cache, which would still hold data of the replay before
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):
@@ -101,7 +101,7 @@ def percentiles(times: list[float]) -> tuple[float, float, float]:
 
 @contextmanager
 def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
-    """Within it, tensors that need more raise what `is_out_of_memory` knows, instead of taking the machine down.
+    """Limit memory: inside, allocations beyond the limit raise an error that `is_out_of_memory` recognises.
 
     Args:
         gib: on a CPU, above what the process holds already. None is all there is of a GPU, and four fifths of what is

@@ -1,4 +1,4 @@
-"""What the generators share: parts made in parallel, each complete or absent, so that a stopped run can go on."""
+"""What the generators share: parts written in parallel, each atomically, so that generation can be resumed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None
             make(part)
             report(done, len(parts))
         return
-    # a forked copy of a process with threads may hang
+    # forking a process that has threads may deadlock
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(make, part) for part in parts]
         try:

@@ -115,7 +115,7 @@ def generate(
 
 
 def expressions(seed: int, part: int) -> Iterator[tuple[list[str], int]]:
-    """Endless expressions of published length with their values; each part is a stream of its own."""
+    """An endless stream of expressions of the published lengths, with their values; a different one for each part."""
     draw = random.Random(f"listops {seed} {part}").random
     while True:
         tokens: list[str] = []
@@ -150,7 +150,7 @@ def evaluate(operator: str, arguments: list[int]) -> int:
 
 
 def _write_part(folder: Path, seed: int, part: int) -> None:
-    # two equal expressions of 500 tokens or more do not happen, in a part or in two
+    # expressions of 500 or more tokens practically never repeat, so duplicates are not looked for
     rows = (f"{' '.join(tokens)}\t{value}\n" for tokens, value in islice(expressions(seed, part), _ROWS_PER_PART))
     write_atomically(folder / f"{part}.tsv", "".join(rows))
 

@@ -28,7 +28,7 @@ RETURN_SCALE = 1000.0  # what the paper divides returns by
 
 
 class Episode(NamedTuple):
-    """One trajectory: (T, S), (T, A) and (T,), and whether it came to its end or was cut off by a limit of time."""
+    """One trajectory: (T, S), (T, A) and (T,), and whether it terminated or was truncated by a time limit."""
 
     states: np.ndarray
     actions: np.ndarray
@@ -45,7 +45,7 @@ class Windows(Dataset[Item]):
 
     Attributes: `state_mean` and `state_std` (S,), with which states were standardised, and `returns`, of each episode.
     Over all steps, one episode after another: `states`, `actions`, `rewards`, `timesteps`, `ends`, where the episode of
-    a step ends, and `terminated`, whether it did so with this step and not by a limit of time.
+    a step ends, and `terminated`, whether it did so with this step and was not truncated by a time limit.
     """
 
     def __init__(self, episodes: list[Episode], window: int) -> None:

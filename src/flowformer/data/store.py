@@ -1,4 +1,4 @@
-"""Where data lives, and what is said when it is missing, damaged or incomplete."""
+"""Where data sets lie, what they are made of, and the errors for missing, damaged or incomplete ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MissingDataError(FileNotFoundError):
 
 
 class DamagedDataError(ValueError):
-    """A file cannot be what its name says: cut short, garbled or incomplete; the message names it."""
+    """A file is truncated, corrupt or incomplete; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def jobs(
         if not any(_matches(name, [pattern]) for name in known):
             raise ValueError(f"no cell of {table} matches {pattern!r}; there are {', '.join(known)}.")
     found = [
-        (seed, _worth(cell), _job(cell, seed, out, overrides, data_dir))
+        (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir))
         for cell in chosen
         if _matches(cell.name, cells)
         for seed in range(seeds or cell.seeds)
@@ -132,9 +132,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _worth(cell: Cell) -> int:
+def _priority(cell: Cell) -> int:
     name = cell.method.name
-    return tables.WORTH.index(name) if name in tables.WORTH else len(tables.WORTH)
+    return tables.PRIORITY.index(name) if name in tables.PRIORITY else len(tables.PRIORITY)
 
 
 def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:

@@ -45,7 +45,7 @@ class Column:
         recipe: its name.
         minutes: that a run takes on one H200 with seven others beside it, roughly.
         overrides: of the recipe.
-        stands_in: for data that cannot be had: never beside the paper's number, nor part of an average.
+        stands_in: whether it replaces data that are not available; it is not compared with the paper, nor averaged.
     """
 
     label: str
@@ -119,7 +119,7 @@ class Cell:
         return self.method.seeds or self.table.seeds
 
     def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | MethodConfig:
-        """What a run of the cell is made of.
+        """The config of a run of the cell.
 
         Args:
             overrides: more of them; a method that is no attention takes those of the data alone.
@@ -138,8 +138,8 @@ class Cell:
         return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
 
 
-# what is run first, whatever the order of the rows
-WORTH = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
+# run first, in this order
+PRIORITY = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
 _REMOVALS = (
     Method("Flowformer w/o competition", "flow-without-competition"),
     Method("Flowformer w/o allocation", "flow-without-allocation"),

@@ -60,7 +60,7 @@ def compare_over_images(
     titles: Sequence[str] | None = None,
     layer: int = -1,
 ) -> Figure:
-    """Images, and beside each what every model gives weight to, each map from its own least to its largest.
+    """Images, and beside each what every model gives weight to, each map scaled from its minimum to its maximum.
 
     Args:
         models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
@@ -88,7 +88,7 @@ def compare_over_time(
     titles: Sequence[str] | None = None,
     layer: int = -1,
 ) -> Figure:
-    """Time series, and below each what every model gives weight to, in parts of the mean over the steps.
+    """Time series, and below each what every model gives weight to, relative to the mean over the steps.
 
     Args:
         models: by the name in the legend.

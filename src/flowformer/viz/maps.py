@@ -1,4 +1,4 @@
-"""Competition and allocation, drawn over what they are of.
+"""Competition and allocation, drawn over the series or images that they belong to.
 
 Shapes: B examples, N tokens, C channels, Y × X pixels, H heads.
 """
