@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import VARIANTS, random_inputs, relative_error, with_gradients
 
 from flowformer.bench import fuzz, fuzz_cases, fuzz_checks
 from flowformer.bench.fuzz_cases import LIMITS, Case, Limits, draw_case, draw_configuration
-from flowformer.ops import backends
+from flowformer.ops import backends, reference
 
 CASE = Case(backend="torch", kind="bidirectional", dtype="float32", dim=4, value_dim=3, heads=2, key_heads=1, sinks=9,
             sources=7)  # fmt: skip
@@ -22,7 +23,7 @@ TINY = Limits(numbers=2**9, longest=20, dim=8, heads=1, large=0)
 
 def run(cases):
     """Checks each; a failure shows the line that runs it again."""
-    counts = dict.fromkeys(("pass", "refused", "kink"), 0)
+    counts = dict.fromkeys(("pass", "refused", "kink", "conditioned", "cancelled"), 0)
     for case in cases:
         record = fuzz_checks.check(case, "cpu")
         assert record["verdict"] in counts, f"{record['why']}\nflowformer bench fuzz --case '{case.to_json()}'"
@@ -228,6 +229,44 @@ def test_a_gradient_that_is_zero_by_cancellation_passes():
         record = fuzz_checks.check(case, "cpu")
         assert record["verdict"] == "pass", record["why"]
         assert record["errors"]["d_value"]["relative"] < 1e-6
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "pass"), (3e-7, "conditioned"), (1e-5, "fail")])
+def test_a_rounding_of_a_large_flow_is_no_failure(off, verdict, monkeypatch):
+    """With few sources, Ô is in the hundreds, and its exponential off by as many roundings."""
+    case = replace(CASE, sinks=300, sources=2, dim=16, amplitude=0.01, gradients="", variant={"rescale": False})
+    honest, clamped = backends.BACKENDS["torch"], reference._clamped
+
+    def bidirectional(*args):
+        signs = torch.tensor([1.0, -1.0])
+        with patch.object(reference, "_clamped", lambda flow, **variant: clamped(flow * (1 + off * signs), **variant)):
+            return backends.BACKENDS["reference"].bidirectional(*args)
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
+
+
+@pytest.mark.parametrize(("roundings", "verdict"), [(0.0, "pass"), (7.0, "cancelled"), (20.0, "fail")])
+def test_a_gradient_of_which_no_digit_is_left_is_no_failure(roundings, verdict, monkeypatch):
+    """One token alone: dQ is the difference of two terms that are equal but for ε, in roundings of which it may err."""
+    case = Case(backend="torch", kind="bidirectional", dtype="bfloat16", dim=64, value_dim=8, heads=2, key_heads=2,
+                sinks=1, sources=1, variant={"allocation": "none"})  # fmt: skip
+    inputs = fuzz_checks.make_inputs(case, "cpu")
+    exact = [x.double() for x in inputs.leaves]
+    cotangents = fuzz_checks._cotangents(case, inputs, fuzz_checks._exact(case, inputs, exact))
+    error = roundings / 8 * fuzz_checks._noise(case, inputs, exact, cotangents)["d_query"]
+    honest = backends.BACKENDS["torch"]
+
+    def bidirectional(query, *args):
+        query = query.clone()
+        if query.requires_grad:
+            query.register_hook(lambda grad: grad + error / grad.numel() ** 0.5)
+        return honest.bidirectional(query, *args)
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
 
 
 @pytest.mark.parametrize(

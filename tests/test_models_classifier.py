@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -402,3 +403,53 @@ def test_example_runs(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     accuracy = float(capsys.readouterr().out.split("accuracy ")[-1].split()[0])
     assert accuracy > 0.9
+
+
+PADDED = torch.tensor([13, 4, 1, 9])
+
+
+def _padded_batch(side: str) -> torch.Tensor:
+    tokens = torch.randint(1, 20, (4, 13))
+    kept = torch.arange(13) < PADDED[:, None]
+    return tokens * (kept if side == "right" else kept.flip(1))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("pooling", ["cls", "first"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_equals_padded(side, pooling, checkpointing):
+    """Values and gradients of a batch whose padding is left out are those with it."""
+    config = ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24, num_layers=2, pooling=pooling, dropout=0.0)
+    torch.manual_seed(0)
+    model, tokens = FlowformerClassifier(config).double(), _padded_batch(side)
+    model.gradient_checkpointing = checkpointing
+    results = []
+    for pack in (True, False):
+        model.pack = pack
+        with patch.object(model, "_encode_packed", wraps=model._encode_packed) as packed:
+            scores = model(tokens)
+        assert packed.called == pack
+        results.append([scores, *torch.autograd.grad(scores.square().sum(), list(model.parameters()))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_be_packed_is_padded():
+    """Maps, a sequence without tokens, rivals, mean pooling, and a batch that is nearly full."""
+    small = ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24, pooling="first")
+    empty = _padded_batch("right")
+    empty[1] = 0
+    full = torch.randint(1, 20, (4, 13))
+    cases = [
+        (small, empty),
+        (small, full),
+        (replace(small, attention="linear"), _padded_batch("right")),
+        (replace(small, pooling="mean"), _padded_batch("right")),
+    ]
+    for config, tokens in cases:
+        model = FlowformerClassifier(config)
+        with patch.object(model, "_encode_packed") as packed:
+            assert model(tokens).isfinite().all()
+        assert not packed.called
+    _, maps = FlowformerClassifier(small)(_padded_batch("right"), return_maps=True)
+    assert maps[0].competition.shape == (4, 4, 13)

@@ -41,6 +41,7 @@ def measure(
     dtype: torch.dtype,
     whole: float | None = None,
     truncates: bool = False,
+    is_sum: bool = False,
 ) -> Error:
     """The error of a value beside that of plain PyTorch.
 
@@ -52,6 +53,7 @@ def measure(
         whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
         truncates: the value was rounded toward zero, which errs by twice as much as to the nearest.
+        is_sum: a gradient of a state, to which all tokens contribute.
     """
     truth = truth.double()
     error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))
@@ -60,8 +62,9 @@ def measure(
     scale = 2**-27 if dtype == torch.float64 else 2 if truncates else 1
     rounding = ROUNDING * scale * (size if whole is None else whole)
     if whole is not None and unit > 2**-24:
-        # in half precision, what cancels in a gradient that is zero was rounded: a sixteenth of a rounding of the whole
-        rounding = max(rounding, unit / 16 * whole)
+        # in half precision, what cancels in a gradient that is zero was rounded: by a sixteenth of a rounding of the
+        # whole, and by half of one in a sum over all tokens
+        rounding = max(rounding, unit / (2 if is_sum else 16) * whole)
     # max ignores a NaN of the plain result, which then allows nothing beyond roundings
     allowed = max(unit * size + factor * rounding, factor * scale * plain_error)
     relative = error / size if size else 0.0 if error == 0 else float("inf")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..ops import FlowState, flow_attention, flow_attention_recurrent, flow_attention_varlen, reference
 from ..ops.variant import FlowVariant
-from .errors import FORWARD, GRADIENT, measure
+from .errors import FORWARD, GRADIENT, ROUNDING, measure
 from .fuzz_cases import Case
 
 GUARD = 512  # bytes before and after a tensor, as many as keep the alignment of an allocation
@@ -53,9 +53,12 @@ class Inputs(NamedTuple):
 def check(case: Case, device: str) -> dict[str, Any]:
     """The verdict on a case, why, and the errors of each tensor.
 
-    Verdicts: "pass"; "fail"; "refused" by the backend; "memory", where the device has too little; "kink", where a
-    gradient breaks the error rule, but is between those of clamps that differ by a rounding: a flow near its clamp has
-    a gradient or none.
+    Verdicts: "pass"; "fail"; "refused" by the backend; "memory", where the device has too little. Three more are for
+    what breaks the error rule but has an excuse:
+    - "kink": clamps that differ by a rounding make as much of a difference (a flow near its clamp has a gradient or
+      none);
+    - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential);
+    - "cancelled": the gradient is a difference of two terms of which no digit is left.
     """
     start = time.perf_counter()
     record: dict[str, Any] = {"case": case.to_json(), "kind": case.kind, "backend": case.backend}
@@ -118,7 +121,7 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
             continue
         value, other, truth = _comparable(case, name, result, plain[name], truths[name])
         factor, size = (GRADIENT, whole) if name.startswith("d_") else (FORWARD, None)
-        error = measure(value, other, truth, factor, dtype, size, truncates)
+        error = measure(value, other, truth, factor, dtype, size, truncates, name in GRADIENTS[3:])
         errors[name] = {"relative": error.relative, "ratio": error.ratio}
         if not error.obeys:
             broken.append(name)
@@ -126,20 +129,71 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
         reasons.append(f"the result is {results['result'].dtype}, not {dtype}")
     rules = [f"{name} is off by {errors[name]['relative']:.2g}, {errors[name]['ratio']:.2g} times what the rule allows"
              for name in broken]  # fmt: skip
-    clamp = _variant(case).clamp
-    if broken and not reasons and clamp is not None:
-        unit = torch.finfo(dtype).eps / 2
-        sides = [
-            oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (unit, -unit)
-        ]
-        if all(_between(results[name], truths[name], *(side[name] for side in sides)) for name in broken):
-            return "kink", rules, errors
+    if broken and not reasons:
+        sizes = {name: truths[name].double().norm().item() for name in broken}
+        excess = {name: sizes[name] * errors[name]["relative"] * (1 - 1 / errors[name]["ratio"]) for name in broken}
+        excuse = _excuse(case, inputs, exact, cotangents, oracle, truths, excess)
+        if excuse:
+            return excuse, rules, errors
     return "fail" if reasons or rules else "pass", reasons + rules, errors
 
 
-def _between(value: Tensor, truth: Tensor, above: Tensor, below: Tensor) -> bool:
-    """Whether a gradient is as near to the truth as those on either side of a clamp, where the gradient jumps."""
-    return bool((value - truth).norm() <= (above - below).norm())
+def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, float]) -> str | None:
+    """The verdict on errors that exceed what the rule allows by `excess`, None if it is a failure."""
+    dtype = getattr(torch, case.dtype)
+    rounding = torch.finfo(dtype).eps / 2
+    clamp = _variant(case).clamp
+    if clamp is not None:
+        # a flow is a sum, which is kept in float32 at best and off by a few of its roundings
+        off = FORWARD * ROUNDING if dtype == torch.float32 else rounding
+        above, below = (
+            oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (off, -off)
+        )
+        jumps = {name: (above[name] - below[name]).norm().item() for name in excess}
+        # some flows may be on the other side alone: what all of them add to a gradient of the state may cancel
+        if all(excess[name] <= jumps[name] * (2 if name in GRADIENTS[3:] else 1) for name in excess):
+            return "kink"
+    bounded = reference._clamped
+    off = ROUNDING if dtype == torch.float32 else rounding / 16
+
+    def rounded(flow: Tensor, **variant: Any) -> Tensor:
+        return bounded(flow * (1 + off * (2 * torch.rand_like(flow) - 1)), **variant)
+
+    with patch.object(reference, "_clamped", rounded):
+        others = oracle(exact)
+    if all(excess[name] <= GRADIENT * (others[name] - truths[name]).norm().item() for name in excess):
+        return "conditioned"
+    if set(excess) <= {"d_query", "d_key"}:
+        noise = _noise(case, inputs, exact, cotangents)
+        if all(max(excess[name], truths[name].norm().item()) <= noise[name] for name in excess):
+            return "cancelled"
+    return None
+
+
+def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapping[str, Tensor]) -> dict[str, float]:
+    """Eight roundings of what the gradients of query and key are sums of: by way of φ(q)φ(k)ᵀ, and of the flows.
+
+    A rounding is one of half precision, or of a sum over the tokens in float32.
+    """
+    uses: list[Tensor] = []
+    features = reference._features
+
+    def record(x: Tensor, *args: Any, **variant: Any) -> Tensor:
+        uses.append(x.view_as(x))
+        return features(uses[-1], *args, **variant)
+
+    with patch.object(reference, "_features", record):
+        outputs = dict(zip(OUTPUTS, _exact(case, inputs, [x.detach().requires_grad_() for x in exact]), strict=False))
+    ends = [(outputs[name], grad.double()) for name, grad in cotangents.items() if outputs[name].requires_grad]
+    grads = torch.autograd.grad([x for x, _ in ends], uses, [grad for _, grad in ends], allow_unused=True)
+    longest = max([case.past + case.sinks, case.sources, *case.lengths, *case.source_lengths])
+    rounding = max(torch.finfo(getattr(torch, case.dtype)).eps / 2, 2**-24 * math.sqrt(longest))
+    # the reference takes the features of the query, then of the key
+    terms = {"d_query": grads[0::2], "d_key": grads[1::2]}
+    return {
+        name: 8 * rounding * math.sqrt(sum(x.norm().item() ** 2 for x in parts if x is not None))
+        for name, parts in terms.items()
+    }
 
 
 def make_inputs(case: Case, device: str) -> Inputs:

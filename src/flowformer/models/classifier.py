@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from .._utils import check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
+from ..nn.attention import is_flow
 from ..ops import FlowMaps, FlowVariant
 from ..ops.variant import check_choices
 from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
+WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
 Pooling = Literal["cls", "first", "mean"]
 Positions = Literal["sinusoidal", "learned"]
 
@@ -117,10 +119,16 @@ PRESETS = {
 
 
 class SequenceEncoder(FlowModel):
-    """What both classifiers share: tokens become one vector a sequence, and a head of `head_dims` maps vectors on."""
+    """What both classifiers share: tokens become one vector a sequence, and a head of `head_dims` maps vectors on.
+
+    Attributes:
+        pack: whether batches with much padding are computed without it. Shapes then differ from batch to batch; set it
+            to False where they must not, as in a CUDA graph.
+    """
 
     config_class = ClassifierConfig
     config: ClassifierConfig
+    pack = True
 
     def __init__(self, config: ClassifierConfig, head_dims: tuple[int, ...]) -> None:
         super().__init__(config)
@@ -176,14 +184,46 @@ class SequenceEncoder(FlowModel):
             mask = None
         elif mask is None and config.padding_id is not None:
             mask = tokens != config.padding_id
-        x = self.embedding(tokens)  # (B, N, W)
         if self.cls is not None:
-            x = torch.cat([self.cls.to(x.dtype).expand(len(x), 1, -1), x], 1)
+            # its place; which token stands there does not matter
+            tokens = F.pad(tokens, (1, 0))
             mask = mask if mask is None else F.pad(mask, (1, 0), value=True)
-        x = self.dropout(self.positions(x, None if mask is None else token_positions(mask)))
+        if mask is not None and self._may_pack:
+            lengths = mask.sum(1)
+            counts = lengths.tolist()
+            # a sequence without tokens has none to pool
+            if min(counts, default=0) and sum(counts) < WORTH_PACKING * mask.numel():
+                return self._encode_packed(tokens, mask, lengths, sum(counts))
+        x = self._embed(tokens, None if mask is None else token_positions(mask))
         for layer in self.layers:
             x = self._layer(layer, x, mask)
         return self._pool(self.norm(x), mask)
+
+    @property
+    def _may_pack(self) -> bool:
+        records = any(getattr(layer.attention, "_recorded", None) is not None for layer in self.layers)
+        fixed = records or torch.compiler.is_compiling() or not self.pack
+        return not fixed and is_flow(self.config.attention) and self.config.pooling != "mean"
+
+    def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:
+        """`encode` without the padding: the sequences lie one after another, as a jagged tensor."""
+        # rounded up, so that kernels meet few shapes; what lies behind the last sequence is in none
+        size, longest = (-(-n // unit) * unit for n, unit in ((count, 2048), (mask.shape[1], 512)))
+        index = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
+        positions = token_positions(mask).flatten()[index]
+        x = self._embed(tokens.flatten()[index][None], positions[None])[0]
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        x = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=1, max_seqlen=longest)
+        for layer in self.layers:
+            x = self._layer(layer, x)
+        return self.norm(x).values()[offsets[:-1]]
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)  # (B, N, W)
+        if self.cls is not None:
+            is_first = torch.arange(x.shape[1], device=x.device) == 0 if positions is None else positions == 0
+            x = torch.where(is_first[..., None], self.cls.to(x.dtype), x)
+        return self.dropout(self.positions(x, positions))
 
     def _pool(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.config.pooling == "mean":

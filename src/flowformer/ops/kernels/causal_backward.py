@@ -43,6 +43,7 @@ from .causal_parts import (
     locate,
     pick,
     place,
+    project,
     settled,
     store_rows,
     store_vector,
@@ -236,7 +237,7 @@ def value_gradient_kernel(
                     log = tl.load(at + LOG_OUTGOING * plane, mask=inside, other=0.0)
         received_grad = (g * received[:, None]).to(DOT)
         met = within(across(k, q, PRECISION), upper, FAST, DOT)
-        gradient = tl.dot(k, memory.to(DOT), input_precision=PRECISION)
+        gradient = project(k, memory.to(DOT), PRECISION)
         gradient = tl.dot(met, received_grad, gradient, input_precision=PRECISION) * competition[:, None]
         store_rows(grad_value, base, tokens, dv_token, inside, tile, gradient, E, BLOCK_E)
         memory = tl.dot(tl.trans(q), received_grad, memory, input_precision=PRECISION)
@@ -355,8 +356,8 @@ def flow_gradient_kernel(
         coming = folded(all_grads, DOT)
         from_sinks = tl.where(upper, across(k, query_eps, PRECISION), 0.0)
         from_sources = tl.where(upper, across(q, key_eps, PRECISION), 0.0)
-        sinks_after = tl.dot(k, coming, input_precision=PRECISION)
-        sources_after = tl.dot(q, coming, input_precision=PRECISION)
+        sinks_after = project(k, coming, PRECISION)
+        sources_after = project(q, coming, PRECISION)
         grad_out = tl.sum(from_sinks * conserved_in[None, :], 1) + pick(sinks_after, 1)
         grad_in = tl.sum(from_sources * conserved_out[None, :], 1) + pick(sources_after, 3)
         flow_out = -grad_out * inverse_out * inverse_out / position

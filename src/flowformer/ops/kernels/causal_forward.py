@@ -43,6 +43,7 @@ from .causal_parts import (
     make_competition,
     pick,
     place,
+    project,
     running_log_sum,
     store_rows,
     store_vector,
@@ -145,8 +146,8 @@ def flows_kernel(
         # a product for each direction, so that every sum runs along a row, inside a warp
         to_sinks = tl.where(seen, across(query_eps, k, PRECISION), 0.0)
         to_sources = tl.where(seen, across(key_eps, q, PRECISION), 0.0)
-        sinks_before = tl.dot(query_eps, before, input_precision=PRECISION)
-        sources_before = tl.dot(key_eps, before, input_precision=PRECISION)
+        sinks_before = project(query_eps, before, PRECISION)
+        sources_before = project(key_eps, before, PRECISION)
         incoming = tl.sum(to_sinks, 1) + pick(sinks_before, 0) + flow_eps
         outgoing = tl.sum(to_sources, 1) + pick(sources_before, 2) + flow_eps
         inverse_in = tl.where(keep, position / incoming, 0.0)
@@ -290,7 +291,7 @@ def conserve_kernel(
 def carried_flow(phi, conserved, eps, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """(φ + ε)·a for the sum a of what came before the segment."""
     none = tl.zeros(conserved.shape, tl.float32)
-    flow = tl.dot(phi, halves(conserved, none, none, none, DOT), input_precision=PRECISION)
+    flow = project(phi, halves(conserved, none, none, none, DOT), PRECISION)
     return pick(flow, 0) + eps * tl.sum(conserved, 0)
 
 
@@ -432,7 +433,7 @@ def output_kernel(
             tl.store(at + COMPETITION_WEIGHT * plane, competition, mask=inside)
         competing = (v * competition[:, None]).to(DOT)
         met = within(across(q, k, PRECISION), lower, FAST, DOT)
-        result = tl.dot(q, memory.to(DOT), input_precision=PRECISION)
+        result = project(q, memory.to(DOT), PRECISION)
         result = tl.dot(met, competing, result, input_precision=PRECISION) * received[:, None]
         store_rows(out, base, tokens, r_token, inside, tile, result, E, BLOCK_E)
         memory = tl.dot(tl.trans(k), competing, memory, input_precision=PRECISION)

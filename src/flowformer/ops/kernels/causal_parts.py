@@ -184,6 +184,15 @@ def across(a, b, PRECISION: tl.constexpr, LONGEST: tl.constexpr = 128):
 
 
 @triton.jit
+def project(a, b, PRECISION: tl.constexpr):
+    """a b, a sum over features as long as those of `across`."""
+    if a.dtype == tl.float32 and a.shape[1] > 128:
+        return across(a, tl.trans(b), PRECISION)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def triangle(C: tl.constexpr, UPPER: tl.constexpr):
     """All bits set where the token of the column came no later than that of the row, or no earlier if UPPER."""
     tokens = tl.arange(0, C)

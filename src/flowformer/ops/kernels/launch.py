@@ -143,7 +143,7 @@ def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
 
 
 class Forks(Executor):
-    """Runs each function in a child process for what it leaves on disk, then in this one for its result.
+    """Compiles each kernel in a child process for what that leaves on disk, then in this one for its result.
 
     Triton compiles under the GIL, so threads would wait for one another; the parent then finds the kernel in Triton's
     cache. Children are forked as torch's data loaders fork theirs, and never touch the GPU.
@@ -162,7 +162,9 @@ class Forks(Executor):
             child = os.fork()
         if child == 0:
             with suppress(BaseException):
-                function()
+                compiled = function()
+                # Triton 3.6 has a C compiler build a launcher for every signature, otherwise at the first launch
+                triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
             os._exit(0)
         self._running.append((child, function, future))
         return future
