@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .._utils import check_positive
+from .._utils import check_literals, check_positive
 from ..nn import (
     FairseqPositions,
     FlowDecoder,
@@ -27,7 +27,6 @@ from ..nn import (
     token_positions,
 )
 from ..ops import FlowState, FlowVariant
-from ..ops.variant import check_choices
 from .base import FlowModel
 
 _DEFAULT = FlowVariant()
@@ -37,11 +36,6 @@ LOGITS_AT_ONCE = 2**27  # a loss over the vocabulary of WikiText-103 would other
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Positions = Literal["sinusoidal", "fairseq", "learned"]
 Initialisation = Literal["fairseq", "gpt"]
-_CHOICES = {
-    "activation": get_args(Activation),
-    "positions": get_args(Positions),
-    "initialisation": get_args(Initialisation),
-}
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -86,7 +80,7 @@ class LMConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        check_choices(self, _CHOICES)
+        check_literals(self)
         check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("learned positions need max_length, the longest sequence; sinusoidal ones do not.")
