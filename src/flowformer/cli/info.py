@@ -49,6 +49,7 @@ def env(as_json: Json = False) -> None:
     import torch
 
     from .. import __version__, baselines
+    from ..nn.attention import ABLATIONS
 
     facts: dict[str, Any] = {
         "flowformer": __version__,
@@ -62,7 +63,7 @@ def env(as_json: Json = False) -> None:
             facts[package] = None
     facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts["threads"] = torch.get_num_threads()
-    facts["attentions"] = ["flow", *baselines.names()]
+    facts["attentions"] = ["flow", *ABLATIONS, *baselines.names()]
     if as_json:
         print(json.dumps(facts))
         return

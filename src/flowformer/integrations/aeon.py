@@ -33,14 +33,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Series = list[Tensor]  # each (N, C)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NetworkEstimator:
-    """What estimators with a network share: standardised series go in, computed where, with what seed and on as many
-    threads as the parameters `device`, `random_state`, `n_jobs` and `batch_size` of the estimator say.
+    """What estimators with a network share: standardised series, the device, random numbers and threads.
+
+    Estimators are dataclasses: their fields are the parameters that scikit-learn reads off the signature of `__init__`.
     """
 
-    device: str
-    n_jobs: int | None
-    batch_size: int
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    device: str = "auto"
+    n_jobs: int | None = 1
+    random_state: int | np.random.RandomState | None = None
+    verbose: bool = False
     _tags: ClassVar[dict[str, Any]] = {
         "X_inner_type": ["np-list", "numpy3D"],
         "capability:multivariate": True,
@@ -49,6 +54,9 @@ class NetworkEstimator:
         "algorithm_type": "deeplearning",
         "python_dependencies": "torch",
     }
+
+    def __post_init__(self) -> None:
+        super().__init__()  # aeon's, which comes after this class
 
     def _prepare(self, X: Iterable[np.ndarray]) -> Series:
         """The training series, standardised; from here on all are standardised like them."""
@@ -106,28 +114,16 @@ class NetworkEstimator:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainedEstimator(NetworkEstimator):
-    """What estimators share that train one network from end to end: parameters and training.
-
-    Estimators are dataclasses: their fields are the parameters that scikit-learn reads off the signature of `__init__`.
-    """
+    """What estimators share that train one network from end to end."""
 
     embed_dim: int = 64
     num_layers: int = 2
     dropout: float = 0.1
     n_epochs: int = 50
-    batch_size: int = 16
-    learning_rate: float = 1e-3
     weight_decay: float = 1e-2
     early_stopping: bool = False
     validation_fraction: float = 0.1
     patience: int = 20
-    device: str = "auto"
-    n_jobs: int | None = 1
-    random_state: int | np.random.RandomState | None = None
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     @property
     def _sizes(self) -> tuple[str, ...]:

@@ -159,14 +159,6 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
     n_steps: int = 2000
     batch_size: int = 10
     n_negatives: int = 10
-    learning_rate: float = 1e-3
-    device: str = "auto"
-    n_jobs: int | None = 1
-    random_state: int | np.random.RandomState | None = None
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> TCNClassifier:
         check_positive(n_steps=self.n_steps, batch_size=self.batch_size, n_negatives=self.n_negatives)
