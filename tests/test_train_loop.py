@@ -123,7 +123,7 @@ class TestResume:
         def facts():
             return json.loads((folder / "provenance.json").read_text())
 
-        for command, step in (("never-saved", 3), ("start", 5), ("second", 8)):
+        for command, step in (("never-saved", 3), ("start", 6), ("second", 8)):
             monkeypatch.setattr(sys, "argv", [command])
             with pytest.raises(StopError):
                 train(CONFIG, folder, splits=SERIES, resume=True, report=stop_after(step))
