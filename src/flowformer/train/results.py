@@ -274,9 +274,7 @@ def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str
     config = opened[0][0]
     read = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
     if len(read) > 1:
-        raise ValueError(
-            f"runs are compared over the same examples, but these are on different data: {', '.join(read)}."
-        )
+        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(read))}.")
     titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
     labels = [other.model.attention for other, _, _ in opened]
     if len(set(labels)) < len(labels):
