@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console, errors = Console(), Console(stderr=True)
+STARTED = time.monotonic()  # before torch is imported, which takes a while
 
 DataDir = Annotated[
     Path | None,

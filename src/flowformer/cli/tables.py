@@ -11,8 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from . import STARTED
-from .app import DataDir, Json, app, command, console, errors
+from .app import STARTED, DataDir, Json, app, command, console, errors
 
 
 @command(app, "reproduce")
