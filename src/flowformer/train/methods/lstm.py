@@ -46,6 +46,7 @@ class LSTMClassifier(NetworkClassifier):
 
     Args: as of `FlowformerTimeSeriesClassifier`, less what belongs to attention.
 
+    >>> import numpy as np
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
     >>> LSTMClassifier(n_epochs=1).fit(series, np.array(["a", "b", "a", "b"])).predict_proba(series).shape
     (4, 2)
