@@ -13,7 +13,6 @@ from torch.utils.data import Subset
 
 from flowformer.data import DataInfo, Splits, collate
 from flowformer.data.splits import Columns, FlatSequences
-from flowformer.models.classifier import SequenceEncoder
 from flowformer.train import graphs, loop, resident
 from flowformer.train.loop import train
 
@@ -119,8 +118,7 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
     captured = []
     capture = graphs.GraphedUpdates._capture
     monkeypatch.setattr(graphs.GraphedUpdates, "_capture", lambda *args: captured.append(1) or capture(*args))
-    # the same arithmetic without graphs: the dropout of padded batches, and RAdam's rectification in float32
-    monkeypatch.setattr(SequenceEncoder, "pack", False)
+    # the same arithmetic without graphs: RAdam's rectification in float32
     monkeypatch.setattr(torch.optim, "RAdam", partial(torch.optim.RAdam, capturable=True))
     cases, model, sizes = random_cases("tokens")
     splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))

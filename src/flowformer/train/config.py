@@ -62,8 +62,8 @@ class TrainConfig:
         parallel: "ddp", the whole model on each rank, or "fsdp", a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
         graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where launching
-            kernels takes longer than running them. The model must not draw random numbers on the CPU. Padding is then
-            computed, and torch rectifies RAdam in float32: losses differ by less than 1 % in the first updates.
+            kernels takes longer than running them. The model must not draw random numbers on the CPU. torch then
+            rectifies RAdam in float32: its losses differ by less than 1 % in the first updates.
         on_device: whether data sets that fit are kept in GPU memory, where batches are gathered without workers.
         seed: of the parameters, the order of the data and dropout.
         workers: processes that read data.

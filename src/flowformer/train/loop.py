@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from .. import data
 from .._utils import write_atomically
 from ..data import Splits
-from ..models.classifier import SequenceEncoder
 from . import checkpoints, claims, resident, tasks
 from .batches import MicroBatches, SeededItems, load_batches, steps_per_epoch
 from .config import TrainConfig, to_dict
@@ -127,11 +126,7 @@ class Trainer:
         found = checkpoints.latest(folder / "checkpoints")
         self._check_folder(resume, found)
         set_seed(config.seed)
-        model = self.task.build(config)
-        if config.graphs and isinstance(model, SequenceEncoder):
-            # a graph has the shapes of the batch that it was captured with
-            model.pack = False
-        objective = tasks.Objective(model, self.task, config)
+        objective = tasks.Objective(self.task.build(config), self.task, config)
         optimiser = build_optimiser(objective, config.optimiser, self.accelerator.device, capturable=config.graphs)
         if config.compile:
             objective.compile()

@@ -24,7 +24,7 @@ class TimmFlowAttention(Attention):
 
     Only `num_heads` has no default: the `attn_layer` of a ConvNet, which is built without it, weighs channels.
 
-    Weights of a softmax model load as they are; train on, since the attention is another function. `attn_drop` acts
+    Weights of a softmax model load as they are. Fine-tune afterwards: this is a different function. `attn_drop` acts
     on the result, before the projection: there is no matrix of weights to drop from. timm's switches for fused
     attention and for export choose between our kernels and plain torch.
 
