@@ -348,8 +348,8 @@ def test_variant_reaches_the_attention():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be positive, got 0"),
-        ({"vocab_size": -1}, "vocab_size must be positive, got -1"),
+        ({"num_layers": 0}, "num_layers must be a positive whole number, got 0"),
+        ({"vocab_size": -1}, "vocab_size must be a positive whole number, got -1"),
         ({"pooling": "avg"}, "unknown pooling 'avg'; accepted: cls, first, mean"),
         ({"positions": "learnt"}, "did you mean 'learned'"),
         ({"qkv_dim": 25}, "25, is not a positive multiple of num_heads 3"),

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..nn.attention import is_flow
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import check_choices
-from .base import FlowModel, check_positive, options_with_dropout
+from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
 WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
@@ -69,8 +69,8 @@ class ClassifierConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_classes", "max_length", "embed_dim", "mlp_dim", "num_layers", "num_heads")
-        check_positive(self, *sizes)
-        check_choices(self, {"positions": get_args(Positions), "pooling": get_args(Pooling)})
+        check_positive(**{name: getattr(self, name) for name in sizes})
+        check_literals(self)
         if self.inner_dim < 1 or self.inner_dim % self.num_heads:
             raise ValueError(
                 f"the inner width of the attention, {self.inner_dim}, is not a positive multiple of num_heads "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_choice
 from ..ops import (
     FlowMaps,
     FlowState,
@@ -25,7 +26,6 @@ from ..ops import (
 )
 from ..ops.interface import both
 from ..ops.reference import repeat_heads
-from ..ops.variant import nearest
 from .positions import RotaryPositions, token_positions
 
 _DEFAULT = FlowVariant()
@@ -362,8 +362,7 @@ def build_attention(
     from .. import baselines
 
     accepted = ["flow", *ABLATIONS, *baselines.names()]
-    if name not in accepted:
-        raise ValueError(f"unknown attention {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    check_choice("attention", name, accepted)
     return RivalAttention(
         embed_dim, num_heads, name=name, max_length=max_length, attention_options=attention_options, **options
     )
