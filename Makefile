@@ -1,9 +1,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.10.0
 
-.PHONY: test demo lint bench clean
+.PHONY: test test-oldest demo lint docs bench clean
 
+# the documentation is built by tests/test_docs.py
 test: lint
 	$(BIN)/python -m pytest -n 2
 
@@ -15,8 +18,19 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/installed
 	$(BIN)/flowformer bench attention
+
+# ops, nn and models with the oldest supported torch and its Triton, whose interpreter needs numpy < 2.4
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -n 2 $(OLDEST_TESTS)
+
+OLDEST_TESTS := src/flowformer/ops src/flowformer/nn src/flowformer/models \
+	$(wildcard $(addprefix tests/test_, attention_dropout.py checks.py head_competition.py kernels_*.py laws.py library.py \
+	models_*.py nested.py nn_*.py parity*.py reference.py torch_backend.py))
 
 # everything is installed again when the list of dependencies changes
 $(VENV)/installed: pyproject.toml
@@ -26,5 +40,11 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
+$(OLDEST)/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --editable ".[timm]" torch==$(OLDEST_TORCH) "numpy<2.4" \
+		pytest pytest-xdist hypothesis safetensors onnx onnxscript onnxruntime
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

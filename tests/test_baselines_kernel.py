@@ -387,7 +387,7 @@ def test_lengths(case):
 
 def test_bad_options():
     for kind in (nystromformer.NystromformerAttention, soft.SoftAttention):
-        with pytest.raises(ValueError, match="landmarks must be positive, got 0"):
+        with pytest.raises(ValueError, match="landmarks must be a positive whole number, got 0"):
             kind(num_heads=HEADS, landmarks=0)
     for kind in (nystromformer.NystromformerAttention, yoso.YosoAttention, soft.SoftAttention):
         with pytest.raises(ValueError, match="positive odd width or None, got 4"):
@@ -399,7 +399,7 @@ def test_bad_options():
     inputs = random_inputs(heads=HEADS, dim=DIM)
     with pytest.raises(NotImplementedError, match=r"yoso attention does not support: causal\. These do: (?!.*yoso)"):
         build("yoso, convolution")(*inputs, is_causal=True)
-    with pytest.raises(ValueError, match="features must be positive, got 0"):
+    with pytest.raises(ValueError, match="features must be a positive whole number, got 0"):
         performer.PerformerAttention(head_dim=DIM, features=0)
     with pytest.raises(ValueError, match="redraw_every must be a positive number of calls, or None for never, got 0"):
         performer.PerformerAttention(head_dim=DIM, redraw_every=0)

@@ -449,17 +449,17 @@ def test_maximum_is_asked_for(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("local", {"window": 0}, "local attention needs a positive window, got 0"),
+        ("local", {"window": 0}, "window must be a positive whole number, got 0"),
         ("sparse", {"pattern": "random"}, "unknown pattern 'random' of sparse attention; accepted: 'fixed', 'strided'"),
-        ("sparse", {"stride": 0}, "needs a positive stride, got 0"),
+        ("sparse", {"stride": 0}, "stride must be a positive whole number, got 0"),
         ("sparse", {"stride": 4, "summary": 5}, "a block of stride 4 has no 5 summary tokens"),
         ("longformer", {"window": 3}, "needs an even window, half of it on each side, got 3"),
         ("longformer", {"global_tokens": -1}, "needs 0 or more global_tokens, got -1"),
         ("bigbird", {"window": 2}, "needs an odd window, centred on the block of the queries, got 2"),
         ("bigbird", {"random": -1}, "needs 0 or more random blocks, got -1"),
-        ("sinkhorn", {"iterations": 0}, "needs a positive iterations, got 0"),
+        ("sinkhorn", {"iterations": 0}, "iterations must be a positive whole number, got 0"),
         ("sinkhorn", {"temperature": 0.0}, "needs a positive temperature, got 0.0"),
-        ("reformer", {"rounds": 0}, "needs a positive rounds, got 0"),
+        ("reformer", {"rounds": 0}, "rounds must be a positive whole number, got 0"),
         ("reformer", {"buckets": 3}, "needs an even number of buckets, 2 or more, got 3"),
     ],
 )

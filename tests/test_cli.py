@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from flowformer import __version__
 from flowformer.cli import app
-from flowformer.train import demo, paper, recipes, rivals
-from flowformer.train.config import override
+from flowformer.train import demo, paper, recipes
+from flowformer.train.config import override, to_dict
+from flowformer.train.methods import fit
 from flowformer.train.recipes import names
+from flowformer.train.results import comparable_score
 
 TINY = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1", "steps=4", "eval_every=2"]
 
@@ -47,7 +49,13 @@ class TestTrain:
         output = flowformer("train", "uea/JapaneseVowels", *TINY, "attention=linear", "--out", tmp_path / "run")
         assert "linear, epoch 0.1176, update 2: test accuracy" in output
         assert "best, chosen on test" in output
-        assert "99.2" in output, "the paper's number of linear attention"
+        assert "99.2" not in output, "the paper's number of linear attention, trained for longer"
+        assert "Not the paper's experiment: model.embed_dim=16" in " ".join(output.split())
+
+    def test_the_papers_number_stands_beside_its_own_experiment(self):
+        recipe = recipes.get("uea/JapaneseVowels")
+        for overrides, number in (([], 98.9), (["precision=bf16", "seed=3"], 98.9), (["epochs=8"], None)):
+            assert comparable_score(to_dict(override(recipe, overrides)), "flow") == number
 
     def test_as_published(self, tmp_path):
         flowformer("train", "uea/JapaneseVowels", *TINY, "--as-published", "--out", tmp_path / "run")
@@ -118,9 +126,19 @@ class TestAfterwards:
         assert "results.csv is no benchmark's CSV" in output
         assert "lacks" in output
         for several in (["a.csv", "b.csv"], [folder, "a.csv"], [folder, folder, "--maps"]):
-            assert "accepted: several folders of runs, or one with --maps, or one CSV" in flowformer(
+            assert "accepted: several folders of runs, also with --compare, or one with --maps" in flowformer(
                 "plot", *several, fails=True
             )
+
+    def test_comparison_of_attentions(self, run, tmp_path):
+        folder, _ = run
+        flowformer("train", "uea/JapaneseVowels", *TINY, "attention=linear", "--out", tmp_path / "linear", "--json")
+        flowformer("plot", folder, tmp_path / "linear", "--compare", "--out", tmp_path / "both.png")
+        assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+        config = json.loads((tmp_path / "linear/config.json").read_text())
+        (tmp_path / "linear/config.json").write_text(json.dumps({**config, "data_options": {"partial": True}}))
+        output = flowformer("plot", folder, tmp_path / "linear", "--compare", fails=True)
+        assert "runs must be on the same data to be compared" in output
 
     def test_results(self, run, tmp_path):
         folder, result = run
@@ -329,12 +347,12 @@ COMMANDS = re.findall(
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)))
 def test_what_the_documentation_says_is_there(command):
-    """Commands of the README and the docs: each exists, and takes its recipe, its rival and its overrides."""
+    """Commands of the README and the docs: each exists, and takes its recipe, its method and its overrides."""
     match command.split():
         case ["train", recipe, *overrides]:
             override(recipes.get(recipe), overrides)
-        case ["rival", recipe, name, *_] if recipe.islower() or "/" in recipe:
-            rivals.configure(recipe, name, [], seed=0)
+        case ["fit" | "rival", recipe, name, *_] if recipe.islower() or "/" in recipe:
+            fit.configure(recipe, name, [], seed=0)
         case words:
             names = [word for word in words if re.fullmatch("[a-z]+", word)]
             assert "usage" in flowformer(*names, "--help").lower()

@@ -7,7 +7,7 @@ import torch
 
 from flowformer import data
 from flowformer.data import store
-from flowformer.data.splits import Columns, Rows
+from flowformer.data.splits import Columns, FlatSequences
 
 
 class TestRoot:
@@ -65,7 +65,11 @@ class TestNames:
             ("lra/listops", {"sed": 1}, "has no option 'sed' .did you mean 'seed'"),
             ("lra/listops", {"images": 1}, "has no option 'images'; accepted: seed, sizes, workers"),
             ("lra/listops", {"sizes": 3}, "must say how many rows train, val, test have, got 3"),
-            ("lra/listops", {"sizes": {"train": 1, "val": 1, "test": 0}}, "sizes of test must be a positive"),
+            (
+                "lra/listops",
+                {"sizes": {"train": 1, "val": 1, "test": 0}},
+                "size of test must be a positive",
+            ),
             ("lra/pathfinder", {"images": -1}, "images must be a positive whole number, got -1"),
             ("lra/pathfinder", {"images": 1, "workers": 0}, "workers must be a positive whole number, got 0"),
         ],
@@ -99,18 +103,6 @@ class TestChecksum:
         assert len(set(sums)) == 4
         assert of(a=b"12", b=b"3") == sums[0]
         assert len(sums[0]) == 16
-
-
-class TestExtra:
-    def test_names_what_installs_it(self):
-        with pytest.raises(ImportError, match=r"pip install 'flowformer\[ts\]'"):
-            store.extra("no_such_package.part", "ts")
-
-    def test_a_broken_installation_is_not_hidden(self, monkeypatch, tmp_path):
-        (tmp_path / "broken_package.py").write_text("import no_such_dependency")
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-            store.extra("broken_package", "ts")
 
 
 class TestCollate:
@@ -157,7 +149,7 @@ class TestColumns:
             Columns(a=torch.zeros(2), b=torch.zeros(3))
 
     def test_rows_may_overlap_and_repeat(self):
-        rows = Rows(torch.arange(5, dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([4, 5]), shift=255)
+        rows = FlatSequences(torch.arange(5, dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([4, 5]), shift=255)
         assert rows[0].tolist() == [255, 256, 257, 258]
         assert [row.tolist() for row in rows.take(torch.tensor([1, 1]))] == [[257, 258, 259]] * 2
         assert rows[0].dtype == torch.long

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowformer import data
-from flowformer.data import offline_rl
+from flowformer.data.environments import ENVIRONMENTS
 
 # steps of three episodes and of one that never ends
 LENGTHS, REST = (5, 1, 3), 2
@@ -125,15 +125,16 @@ class TestD4RL:
             "hopper_medium_replay-v2.hdf5: 11 steps instead of 402,000; hopper_medium_replay-v2.hdf5: 3 episodes "
             "instead of 2,041"
         )
-        monkeypatch.setitem(offline_rl.SIZES, name, (11, 4))
+        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (11, 4))
         with pytest.raises(data.DamagedDataError, match=r"it has 3 episodes, the published data has 4"):
             data.load(f"d4rl/{name}", folder)
-        monkeypatch.setitem(offline_rl.SIZES, name, (11, 3))
+        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (11, 3))
         assert data.load(f"d4rl/{name}", folder).info.differs == ""
 
     def test_a_size_for_every_set(self):
-        expected = {f"{env}-{quality}" for env in offline_rl.ENVIRONMENTS for quality in offline_rl.QUALITIES}
-        assert set(offline_rl.SIZES) == expected
+        sets = [record for name, record in data.RECORDS.items() if name.startswith("d4rl/")]
+        assert len(sets) == 9
+        assert all(record.sizes["steps"] and record.sizes["episodes"] for record in sets)
 
     @pytest.mark.parametrize(
         ("name", "version", "environment"),

@@ -104,7 +104,7 @@ def test_a_half_unpacked_set_is_missing(tiny):
 def test_reads_what_aeon_reads(tiny):
     """Its reader is the reference; training does without it, and without all that it brings along."""
     datasets = pytest.importorskip("aeon.datasets")
-    home = uea._paths("JapaneseVowels", tiny, bundled=True)[0].parent
+    home = uea.record("JapaneseVowels").files(tiny)["TRAIN"].parent
     for path in (home / "JapaneseVowels_TRAIN.ts", tiny / "uea" / "Tiny" / "Tiny_TEST.ts"):
         series, labels, classes = uea._read(path)
         expected, names, header = datasets.load_from_ts_file(str(path), return_meta_data=True)

@@ -386,10 +386,10 @@ def test_normalised_scores(environment, random, expert):
 
 
 def test_no_score_without_reference_returns():
-    with pytest.raises(ValueError, match=r"no reference returns for 'Ant-v5'; accepted: any version of hopper, half"):
+    with pytest.raises(ValueError, match=r"reference returns for 'Ant-v5'; accepted: any version of HalfCheetah, Hop"):
         normalised_score("Ant-v5", np.zeros(1))
     result = evaluate(policy_of(randomized()), games(AutoresetMode.NEXT_STEP), episodes=1)
-    with pytest.raises(ValueError, match="no reference returns for 'unknown'"):
+    with pytest.raises(ValueError, match="reference returns for 'unknown'"):
         _ = result.scores
 
 
@@ -475,7 +475,7 @@ def test_errors_of_environments():
     long = DecisionPolicy(randomized(replace(PRESETS["hopper"], num_layers=1, max_timestep=999)), 1.0)
     with pytest.raises(ValueError, match=r"Hopper-v5 may have 1000 steps, but config.max_timestep is 999"):
         long.reset(gymnasium.make_vec("Hopper-v5", num_envs=1))
-    with pytest.raises(ValueError, match="episodes must be positive, got 0"):
+    with pytest.raises(ValueError, match="episodes must be a positive whole number, got 0"):
         evaluate(policy, games(AutoresetMode.NEXT_STEP), episodes=0)
     with pytest.raises(ValueError, match=r"state_std must have shape \(2,\), got \(3,\)"):
         DecisionPolicy(randomized(), 1.0, state_std=np.ones(3))

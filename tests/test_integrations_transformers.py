@@ -332,7 +332,7 @@ def test_config_survives_json(tmp_path):
         ({"hidden_act": "gelu_new"}, "unknown activation 'gelu_new'"),
         ({"positions": "learned"}, "learned positions need max_length"),
         ({"variant": "cores"}, "did you mean 'core'"),
-        ({"num_hidden_layers": 0}, "must be positive"),
+        ({"num_hidden_layers": 0}, "must be a positive whole number"),
     ],
 )
 def test_a_wrong_config_is_refused_at_once(options, message):

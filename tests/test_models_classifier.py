@@ -348,8 +348,8 @@ def test_variant_reaches_the_attention():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be positive, got 0"),
-        ({"vocab_size": -1}, "vocab_size must be positive, got -1"),
+        ({"num_layers": 0}, "num_layers must be a positive whole number, got 0"),
+        ({"vocab_size": -1}, "vocab_size must be a positive whole number, got -1"),
         ({"pooling": "avg"}, "unknown pooling 'avg'; accepted: cls, first, mean"),
         ({"positions": "learnt"}, "did you mean 'learned'"),
         ({"qkv_dim": 25}, "25, is not a positive multiple of num_heads 3"),
@@ -448,8 +448,11 @@ def test_what_cannot_be_packed_is_padded():
     ]
     for config, tokens in cases:
         model = FlowformerClassifier(config)
+        model.pack = True
         with patch.object(model, "_encode_packed") as packed:
             assert model(tokens).isfinite().all()
         assert not packed.called
-    _, maps = FlowformerClassifier(small)(_padded_batch("right"), return_maps=True)
+    model = FlowformerClassifier(small)
+    model.pack = True
+    _, maps = model(_padded_batch("right"), return_maps=True)
     assert maps[0].competition.shape == (4, 4, 13)

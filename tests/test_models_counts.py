@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowformer.models.counts import VISION_RIVALS, count, count_rival
+from flowformer.models.counts import TIMM_MODELS, count, count_timm
 from flowformer.models.vision import DEIT_PRESETS, PRESETS, DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig
 from flowformer.nn import FlowAttention
 
@@ -124,14 +124,14 @@ def test_flow_attention_costs_as_much_as_its_definition(is_causal):
 # the paper's columns: millions of parameters, billions of multiply-adds
 @pytest.mark.parametrize(("name", "parameters", "operations"), [("vit-b", 86, 55.4), ("deit-s", 22, 4.6)])
 def test_columns_of_the_paper(name, parameters, operations):
-    counts = count_rival(name)
+    counts = count_timm(name)
     assert int(counts.parameters / 1e6) == parameters
     assert counts.total / 1e9 == pytest.approx(operations, abs=0.1)
 
 
 def test_vit_large_is_not_quite_what_the_paper_prints():
     """It prints 307 M parameters; timm's model, and ours of the same sizes, has 1 % fewer."""
-    counts = count_rival("vit-l")
+    counts = count_timm("vit-l")
     assert counts.parameters == 304_715_752
     assert counts.parameters / 1e6 == pytest.approx(307, rel=0.01)
     assert counts.total / 1e9 == pytest.approx(190.7, rel=0.002)
@@ -147,9 +147,9 @@ def test_vit_large_is_not_quite_what_the_paper_prints():
 )
 def test_ours_with_softmax_is_as_large(name, sizes):
     config = DeiTConfig(attention="softmax", **sizes)
-    assert size_of(FlowformerDeiT, config) == count_rival(name)
+    assert size_of(FlowformerDeiT, config) == count_timm(name)
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match=f"unknown rival 'vit-s'; accepted: {', '.join(VISION_RIVALS)}"):
-        count_rival("vit-s")
+    with pytest.raises(ValueError, match=f"unknown model 'vit-s'.*; accepted: {', '.join(TIMM_MODELS)}"):
+        count_timm("vit-s")

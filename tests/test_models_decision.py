@@ -403,7 +403,7 @@ class TestDiscreteActions:
 
 @pytest.mark.parametrize("name", ["state_dim", "action_dim", "num_layers", "window", "max_timestep"])
 def test_config_errors(name):
-    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be a positive whole number, got 0"):
         DecisionConfig(**{"state_dim": 5, "action_dim": 3} | {name: 0})
 
 

@@ -390,7 +390,7 @@ def test_saved_model_is_the_same(config, tmp_path):
         ({"positions": "rotary"}, "unknown positions 'rotary'; accepted: sinusoidal, fairseq, learned"),
         ({"initialisation": "bert"}, "unknown initialisation 'bert'; accepted: fairseq, gpt"),
         ({"positions": "learned"}, "learned positions need max_length"),
-        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be a positive whole number, got 0"),
     ],
 )
 def test_config_errors(options, message):
@@ -401,8 +401,8 @@ def test_config_errors(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens and prefill must be positive, got 0 and None"),
-        ({"prefill": 0}, "got 3 and 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a positive whole number, got 0"),
+        ({"prefill": 0}, "prefill must be a positive whole number, got 0"),
         ({"temperature": -1.0}, "got temperature -1.0"),
         ({"temperature": 1.0, "top_k": 0}, "top_k 0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p 1.5"),

@@ -282,8 +282,8 @@ def test_one_output_regresses(config):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be positive, got 0"),
-        ({"num_features": -3}, "num_features must be positive, got -3"),
+        ({"num_layers": 0}, "num_layers must be a positive whole number, got 0"),
+        ({"num_features": -3}, "num_features must be a positive whole number, got -3"),
         ({"head": "flaten"}, "unknown head 'flaten' .did you mean 'flatten'.*accepted: flatten, mean"),
         ({"positions": "none"}, "accepted: learned, sinusoidal"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -408,3 +410,25 @@ def test_maps_on_the_meta_device():
     with record_maps(module) as maps:
         module(torch.empty(2, 5, 12, device="meta"))
     assert maps[0].competition.shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rotary_base", [None, 100.0])
+def test_packed_sequences_are_a_loop_over_them(is_causal, rotary_base):
+    torch.manual_seed(0)
+    attention = FlowAttention(16, 4, num_kv_heads=2, is_causal=is_causal, rotary_base=rotary_base, dtype=torch.float64)
+    x, bounds = torch.randn(1, 12, 16, dtype=torch.float64), [0, 3, 3, 4, 10]
+    result = attention(x, cu_seqlens=torch.tensor(bounds), max_seqlen=7)
+    for start, stop in pairwise(bounds):
+        torch.testing.assert_close(result[:, start:stop], attention(x[:, start:stop]))
+    assert (result[:, 10:] == attention.out_proj.bias).all()
+
+
+def test_packed_sequences_are_the_query_alone():
+    attention, x, bounds = FlowAttention(16, 4), torch.randn(1, 5, 16), torch.tensor([0, 2, 5])
+    with pytest.raises(ValueError, match="another argument"):
+        attention(x, cu_seqlens=bounds, key_mask=torch.ones(1, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"\(1, tokens, width\), got \(2, 5, 16\)"):
+        attention(x.expand(2, 5, 16), cu_seqlens=bounds)
+    with record_maps(attention), pytest.raises(NotImplementedError, match="maps of packed"):
+        attention(x, cu_seqlens=bounds)

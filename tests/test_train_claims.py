@@ -86,7 +86,7 @@ def test_who_lost_the_claim_writes_nothing_more(tmp_path, monkeypatch):
             time.sleep(1.5)
             stolen.append((tmp_path / "log.jsonl").read_bytes())
 
-    with pytest.raises(claims.FolderInUseError, match="taken over while this process slept"):
+    with pytest.raises(claims.FolderInUseError, match="over while this one was suspended"):
         train(CONFIG, tmp_path, splits=SERIES, report=steal)
     assert (tmp_path / "log.jsonl").read_bytes() == stolen[0]
     assert checkpoints.latest(tmp_path / "checkpoints") is None

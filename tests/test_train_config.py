@@ -64,7 +64,7 @@ class TestOverride:
             ("variant=cor", "did you mean 'core'"),
             ("name=x", "may be any of optimiser.name, schedule.name"),
             ("optimiser=adamw", "has parts; set one of optimiser.name"),
-            ("steps=0", "steps must be at least 1"),
+            ("steps=0", "steps must be a positive whole number"),
             ("model.num_heads=3", "not a positive multiple of num_heads"),
         ],
     )

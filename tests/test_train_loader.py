@@ -1,4 +1,4 @@
-"""Batches in one piece: what goes in comes out, from workers too."""
+"""Batches packed into one block: what goes in comes out, from workers too."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch.utils.data import Dataset
 
 from flowformer.data import collate
-from flowformer.train.loader import Piece, batches
+from flowformer.train.batches import PackedBatch, load_batches
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 7, 3)])
-def test_a_piece_is_its_batch(shape):
+def test_a_packed_batch_is_its_batch(shape):
     torch.manual_seed(0)
     batch = {str(dtype): (torch.randn(shape) * 9).to(dtype) for dtype in DTYPES}
-    found = Piece(batch).batch()
+    found = PackedBatch(batch).unpack()
     assert list(found) == list(batch)
     for name, x in batch.items():
         assert found[name].dtype == x.dtype
@@ -25,7 +25,7 @@ def test_a_piece_is_its_batch(shape):
 
 def test_tensors_of_any_strides():
     x = torch.arange(12).view(3, 4).T[::2]
-    assert torch.equal(Piece({"x": x}).batch()["x"], x)
+    assert torch.equal(PackedBatch({"x": x}).unpack()["x"], x)
 
 
 class Tokens(Dataset):
@@ -36,7 +36,7 @@ class Tokens(Dataset):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_in_their_order(workers):
     order = [[4, 1], [2], [0, 3, 5]]
-    found = list(batches(Tokens(), order, collate, workers, torch.device("cpu")))
+    found = list(load_batches(Tokens(), order, collate, workers, torch.device("cpu")))
     for indices, batch in zip(order, found, strict=True):
         expected = collate([Tokens()[index] for index in indices])
         assert batch.keys() == expected.keys()

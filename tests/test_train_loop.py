@@ -117,6 +117,23 @@ class TestRun:
 
 
 class TestResume:
+    def test_keeps_the_record_of_the_start_and_adds_to_it(self, tmp_path, monkeypatch):
+        folder = tmp_path / "run"
+
+        def facts():
+            return json.loads((folder / "provenance.json").read_text())
+
+        for command, step in (("never-saved", 3), ("start", 6), ("second", 8)):
+            monkeypatch.setattr(sys, "argv", [command])
+            with pytest.raises(StopError):
+                train(CONFIG, folder, splits=SERIES, resume=True, report=stop_after(step))
+        assert facts()["command"] == "start", "a run without a checkpoint starts again"
+        monkeypatch.setattr(sys, "argv", ["third"])
+        train(CONFIG, folder, splits=SERIES, resume=True)
+        assert facts()["command"] == "start"
+        assert [each["command"] for each in facts()["resumed"]] == ["second", "third"]
+        assert set(facts()["resumed"][0]) == set(facts()) - {"resumed"}
+
     @pytest.mark.parametrize("step", [3, 5, 12])
     def test_equals_the_uninterrupted_run(self, finished, tmp_path, step):
         """Stopped without notice: before the first checkpoint, at one, and between two."""

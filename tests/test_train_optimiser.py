@@ -9,7 +9,8 @@ import torch
 from tiny_training import CONFIG, SERIES
 
 from flowformer.train import recipes, record, tasks
-from flowformer.train.loop import build_optimiser, train
+from flowformer.train.loop import train
+from flowformer.train.optim import build_optimiser
 
 
 @pytest.mark.parametrize("name", ["imagenet/hierarchical", "imagenet/deit-s", "cifar10"])
@@ -17,7 +18,7 @@ def test_positions_biases_norms_and_class_tokens_do_not_decay(name):
     config = recipes.get(name)
     with torch.device("meta"):
         model = tasks.get(config.task).build(config)
-    groups = build_optimiser(model, config, torch.device("cpu")).param_groups
+    groups = build_optimiser(model, config.optimiser, torch.device("cpu")).param_groups
     rates = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     for parameter, tensor in model.named_parameters():
@@ -29,7 +30,7 @@ def test_every_parameter_decays_where_the_release_spares_none():
     config = recipes.get("imagenet/vit-b")
     with torch.device("meta"):
         model = tasks.get(config.task).build(config)
-    (group,) = build_optimiser(model, config, torch.device("cpu")).param_groups
+    (group,) = build_optimiser(model, config.optimiser, torch.device("cpu")).param_groups
     assert group["weight_decay"] == 0.3
     assert len(group["params"]) == len(list(model.parameters()))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from tiny_training import CONFIG
 
-from flowformer.train.order import Batches, SeededItems, steps_per_epoch
+from flowformer.train.batches import MicroBatches, SeededItems, steps_per_epoch
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -27,7 +27,7 @@ class Noisy(torch.utils.data.Dataset):
 class TestOrder:
     def batches(self, start=0, stop=12, process=0, processes=1, **changes):
         config = replace(CONFIG, **changes)
-        return list(Batches(20, config, start, stop, process, processes))
+        return list(MicroBatches(20, config, start, stop, process, processes))
 
     def test_an_epoch_sees_every_example_once(self):
         for first in (0, 3):

@@ -64,7 +64,9 @@ class TestTables:
                 config = cell.config(3)
                 assert config.seed == 3
                 assert config.recipe == cell.column.recipe
-                assert (config.model.attention if isinstance(config, TrainConfig) else config.rival) == cell.method.name
+                assert (
+                    config.model.attention if isinstance(config, TrainConfig) else config.method
+                ) == cell.method.name
 
     def test_every_recipe_is_in_a_table(self):
         assert {cell.column.recipe for table in tables.select("all") for cell in table.cells()} == set(recipes.names())
@@ -114,13 +116,17 @@ class TestList:
     def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
-        reproduce._blocked.cache_clear()
+        reproduce._missing_data.cache_clear()
         try:
             vision = {job.state() for job in reproduce.jobs("vision", tmp_path, data_dir=tmp_path)}
             assert vision == {"missing package: timm"}
             assert reproduce.jobs("uea", tmp_path, cells=["*Vowels/flow"], data_dir=tmp_path)[0].state() == "to do"
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xgboost" else find(name))
+            states = {job.name: job.state() for job in reproduce.jobs("uea", tmp_path, cells=["*Vowels/*"])}
+            assert states["uea/JapaneseVowels/xgboost"] == "missing package: xgboost"
+            assert states["uea/JapaneseVowels/rocket"] == "to do"
         finally:
-            reproduce._blocked.cache_clear()
+            reproduce._missing_data.cache_clear()
 
     def test_tables_share_runs(self, tmp_path):
         together = reproduce.jobs("all", tmp_path, data_dir=tmp_path)

@@ -12,20 +12,20 @@ from tiny_training import CONFIG, SERIES, losses, random_cases
 from torch.utils.data import Subset
 
 from flowformer.data import DataInfo, Splits, collate
-from flowformer.data.splits import Columns, Rows
-from flowformer.models.classifier import SequenceEncoder
+from flowformer.data.splits import Columns, FlatSequences
 from flowformer.train import graphs, loop, resident
 from flowformer.train.loop import train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FLAT = torch.randint(0, 256, (100,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 STARTS = torch.tensor([0, 10, 10, 60, 99, 30])
-ROWS = Rows(FLAT, STARTS, torch.tensor([10, 40, 41, 99, 100, 60]), shift=1)
+EARLY_STARTS = STARTS.clamp(max=80)
+ROWS = FlatSequences(FLAT, STARTS, torch.tensor([10, 40, 41, 99, 100, 60]), shift=1)
 DATASETS = {
     "series": SERIES.train,
     "rows": Columns(tokens=ROWS, label=torch.arange(6)),
     "pairs": Columns(first=ROWS, second=ROWS.take(torch.tensor([5, 4, 3, 2, 1, 0])), label=torch.arange(6)),
-    "one length": Columns(tokens=Rows(FLAT, STARTS.clamp(max=80), STARTS.clamp(max=80) + 20), label=torch.arange(6)),
+    "one length": Columns(tokens=FlatSequences(FLAT, EARLY_STARTS, EARLY_STARTS + 20), label=torch.arange(6)),
     "images": Columns(image=torch.randn(6, 3, 8, 8), label=torch.arange(6)),
     **{task: random_cases(task)[0] for task in ("tokens", "language", "decision")},
 }
@@ -53,7 +53,7 @@ def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):
 
     assert not resident.fits(Augmented(image=torch.zeros(2, 3, 4, 4)))
     assert not resident.fits(Subset(SERIES.train, range(3)))
-    monkeypatch.setattr(resident, "ENOUGH", 100)
+    monkeypatch.setattr(resident, "MAX_BYTES", 100)
     assert not resident.fits(SERIES.train)
 
 
@@ -61,7 +61,7 @@ def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):
 def test_training_is_the_same_bit_for_bit(tmp_path, monkeypatch, changes):
     config = replace(CONFIG, steps=8, **changes)
     train(config, tmp_path / "sent", splits=SERIES)
-    monkeypatch.setattr(loop, "_is_resident", lambda dataset, config, device: config.on_device)
+    monkeypatch.setattr(resident, "applies", lambda dataset, config, device: config.on_device)
     monkeypatch.setattr(loop, "load_batches", None)  # nothing is left for it
     result = train(config, tmp_path / "resident", splits=SERIES)
     assert losses(tmp_path / "resident") == losses(tmp_path / "sent")
@@ -98,7 +98,7 @@ def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "_placeholder", torch.empty_like)
-    monkeypatch.setattr(graphs, "EAGER", 2)
+    monkeypatch.setattr(graphs, "EAGER_UPDATES", 2)
     updates = graphs.GraphedUpdates(update, lambda: forgotten.append(1))
     for i in range(4):
         updates({"x": torch.tensor([i])})
@@ -118,8 +118,7 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
     captured = []
     capture = graphs.GraphedUpdates._capture
     monkeypatch.setattr(graphs.GraphedUpdates, "_capture", lambda *args: captured.append(1) or capture(*args))
-    # the same arithmetic without graphs: the dropout of padded batches, and RAdam's rectification in float32
-    monkeypatch.setattr(SequenceEncoder, "pack", False)
+    # the same arithmetic without graphs: RAdam's rectification in float32
     monkeypatch.setattr(torch.optim, "RAdam", partial(torch.optim.RAdam, capturable=True))
     cases, model, sizes = random_cases("tokens")
     splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))

@@ -101,7 +101,7 @@ class TestDifferences:
             "epochs=8",
         }
 
-    def test_options_of_a_rival(self):
+    def test_options_of_a_method(self):
         fields = {
             "recipe": "uea/JapaneseVowels",
             "rival": "rocket",

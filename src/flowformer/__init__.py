@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         flow_maps,
     )
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "FlowAttention",

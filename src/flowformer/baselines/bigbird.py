@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from .blocks import BlockMechanism, count_blocks, gather_blocks, join, softmax_blocks, split
 from .registry import register
 from .tokens import check_length, required_length
@@ -48,7 +49,7 @@ class BigBirdAttention(BlockMechanism):
         random: int = 3,
     ):
         super().__init__()
-        self.check_sizes(block=block, window=window)
+        check_positive(block=block, window=window)
         if window % 2 == 0:
             raise ValueError(
                 f"bigbird attention needs an odd window, centred on the block of the queries, got {window}."

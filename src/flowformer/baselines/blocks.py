@@ -14,7 +14,7 @@ from .registry import Mechanism
 
 
 class BlockMechanism(Mechanism):
-    """A mechanism whose pattern is a matter of positions; they are counted among the tokens that are there.
+    """A mechanism whose pattern depends on positions, which are counted without padding.
 
     A token is there if it is a query or a source. Padding, wherever it stands, is moved behind the sequence before the
     pattern is laid: a padded sequence gives what it gives alone.
@@ -51,11 +51,6 @@ class BlockMechanism(Mechanism):
             lengths: (B,).
         """
         raise NotImplementedError
-
-    def check_sizes(self, **sizes: int) -> None:
-        for option, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{self.name} attention needs a positive {option}, got {size}.")
 
 
 def count_blocks(length: int, size: int) -> int:

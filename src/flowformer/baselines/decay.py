@@ -1,4 +1,4 @@
-"""A running product that forgets, by chunks.
+"""A causal product with exponential decay, computed in chunks.
 
 Shapes: B batch, H heads, N tokens, D features, E values, T chunks of C tokens.
 """

@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_positive
+
 
 class RandomDirections(nn.Module):
     """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D; calling the module gives them.
@@ -33,8 +35,7 @@ class RandomDirections(nn.Module):
 
     def __init__(self, groups: int, features: int, dim: int, redraw_every: int | None = None) -> None:
         super().__init__()
-        if features < 1:
-            raise ValueError(f"features must be positive, got {features}.")
+        check_positive(features=features)
         if redraw_every is not None and redraw_every < 1:
             raise ValueError(f"redraw_every must be a positive number of calls, or None for never, got {redraw_every}.")
         self.redraw_every = redraw_every
@@ -45,7 +46,7 @@ class RandomDirections(nn.Module):
             self.redraw()
 
     def forward(self) -> Tensor:
-        # a checkpointed layer runs again within the backward pass, and must see what it saw
+        # gradient checkpointing runs the layer again in the backward pass, which must see the same directions
         if self.training and self.redraw_every is not None and torch._C._current_graph_task_id() == -1:
             if self.calls and self.calls % self.redraw_every == 0:
                 self.redraw()
@@ -60,10 +61,10 @@ class RandomDirections(nn.Module):
         normal = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
         gaussian = normal(groups, -(-features // dim), dim, dim)
         rotations, triangle = torch.linalg.qr(gaussian)
-        # the signs that QR happens to choose favour some directions: undone, all are equally likely
+        # fix the signs of QR, so that the rotation is uniformly distributed
         rotations = rotations * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         rotations = rotations.mT.flatten(1, 2)[:, :features]
-        # a row of a rotation has length 1: give it that of a Gaussian vector
+        # rows of a rotation have length 1: scale them to the lengths of Gaussian vectors
         lengths = normal(groups, features, dim).norm(dim=-1)
         # a new tensor: the backward pass of an earlier call may still need the old one
         self.vectors = (rotations * lengths[..., None]).to(self.vectors)

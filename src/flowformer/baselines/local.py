@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._utils import check_positive
 from .blocks import BlockMechanism, join, softmax_blocks, split
 from .registry import register
 
@@ -36,7 +37,7 @@ class LocalAttention(BlockMechanism):
         window: int = 50,
     ):
         super().__init__()
-        self.check_sizes(window=window)
+        check_positive(window=window)
         self.window = window
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:

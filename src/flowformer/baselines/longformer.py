@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from .blocks import BlockMechanism, join, neighbours, offsets, softmax_blocks, split
 from .registry import register
 
@@ -41,7 +42,7 @@ class LongformerAttention(BlockMechanism):
         global_tokens: int = 1,
     ):
         super().__init__()
-        self.check_sizes(window=window)
+        check_positive(window=window)
         if window % 2:
             raise ValueError(f"longformer attention needs an even window, half of it on each side, got {window}.")
         if global_tokens < 0:

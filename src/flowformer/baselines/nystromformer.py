@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
 from .tokens import masked_softmax, segment_means, valid
@@ -47,8 +48,7 @@ class NystromformerAttention(Mechanism):
         convolution: int | None = 35,
     ) -> None:
         super().__init__()
-        if landmarks < 1:
-            raise ValueError(f"landmarks must be positive, got {landmarks}.")
+        check_positive(landmarks=landmarks)
         self.landmarks = landmarks
         self.steps = steps
         self.convolution = None if convolution is None else convolution_weight(num_heads, convolution)

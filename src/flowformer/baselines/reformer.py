@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._utils import check_positive
 from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, count_blocks, join, neighbours, split
 from .directions import RandomDirections
@@ -61,7 +62,7 @@ class ReformerAttention(BlockMechanism):
         redraw_every: int | None = None,
     ):
         super().__init__()
-        self.check_sizes(rounds=rounds, chunk=chunk)
+        check_positive(rounds=rounds, chunk=chunk)
         self.buckets = 2 * count_blocks(required_length(self.name, max_length), chunk) if buckets is None else buckets
         if self.buckets < 2 or self.buckets % 2:
             raise ValueError(f"reformer attention needs an even number of buckets, 2 or more, got {buckets}.")

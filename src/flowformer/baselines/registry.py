@@ -9,8 +9,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_choice, check_options
 from ..ops.checks import attention_inputs, attention_masks, causal_lengths
-from ..ops.variant import nearest
 
 
 class Mechanism(nn.Module):
@@ -21,13 +21,13 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
-    # what it can do; an option may take from that
+    # capabilities of the class; an option of an instance may remove one
     bidirectional: bool = True
     causal: bool = True
     masks: bool = True
-    cross: bool = True  # queries and keys may be of different number
-    linear: bool = False  # time and memory grow (nearly) as the length does
-    # of query and key, what has an influence on the result; modules build no projection of the other
+    cross: bool = True  # queries and keys may differ in number
+    linear: bool = False  # time and memory grow (nearly) linearly with the length
+    # which of query and key the result depends on; modules build no projection of the other
     reads: tuple[str, ...] = ("query", "key")
 
     def forward(
@@ -75,7 +75,7 @@ class Mechanism(nn.Module):
             )
         if query.shape[2] == 0 or key.shape[2] == 0:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
-        # sums over many tokens must not be rounded to what autocast would choose
+        # sums over many tokens need more precision than autocast would use
         device = query.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             result = attend(query, key, value, is_causal, query_mask, key_mask)
@@ -112,8 +112,7 @@ def names() -> list[str]:
 
 def get(name: str) -> type[Mechanism]:
     """The class of a rival attention, which says what it can do."""
-    if name not in _REGISTRY:
-        raise ValueError(f"unknown attention {name!r}{nearest(name, _REGISTRY)}; accepted: {', '.join(names())}.")
+    check_choice("attention", name, names())
     return _REGISTRY[name]
 
 
@@ -149,11 +148,5 @@ def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = 
     >>> build("linformer", num_heads=4, head_dim=8, max_length=100, rank=16).projection.shape
     torch.Size([1, 100, 16])
     """
-    accepted = options(name)
-    for option in chosen:
-        if option not in accepted:
-            raise ValueError(
-                f"{name} attention has no option {option!r}{nearest(option, accepted)}; accepted: "
-                f"{', '.join(accepted) or 'none'}."
-            )
+    check_options(f"{name} attention", chosen, options(name))
     return get(name)(num_heads=num_heads, head_dim=head_dim, max_length=max_length, **chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, count_blocks, join, softmax_blocks, split
 from .registry import register
@@ -50,7 +51,7 @@ class SinkhornAttention(BlockMechanism):
         temperature: float = 0.75,
     ):
         super().__init__()
-        self.check_sizes(block=block, iterations=iterations)
+        check_positive(block=block, iterations=iterations)
         if temperature <= 0:
             raise ValueError(f"sinkhorn attention needs a positive temperature, got {temperature}.")
         self.max_length = required_length(self.name, max_length)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
 from .tokens import segment_means, valid
@@ -53,8 +54,7 @@ class SoftAttention(Mechanism):
         convolution: int | None = None,
     ) -> None:
         super().__init__()
-        if landmarks < 1:
-            raise ValueError(f"landmarks must be positive, got {landmarks}.")
+        check_positive(landmarks=landmarks)
         self.landmarks = landmarks
         self.steps = steps
         self.landmark_norm = None

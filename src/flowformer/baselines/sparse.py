@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from ..ops.common import sum_dtype
 from .blocks import BlockMechanism, join, neighbours, offsets, split
 from .registry import register
@@ -49,7 +50,7 @@ class SparseAttention(BlockMechanism):
         summary: int = 10,
     ):
         super().__init__()
-        self.check_sizes(stride=stride, summary=summary)
+        check_positive(stride=stride, summary=summary)
         if pattern not in ("fixed", "strided"):
             raise ValueError(f"unknown pattern {pattern!r} of sparse attention; accepted: 'fixed', 'strided'.")
         if pattern == "fixed" and summary > stride:

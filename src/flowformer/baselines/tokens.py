@@ -1,4 +1,4 @@
-"""What several rivals share: which tokens take part, where they stand, and the lengths that parameters allow.
+"""What several rivals share: masked tokens, their positions, and the lengths that parameters allow.
 
 Shapes: B batch (1 where no mask tells sequences apart), H heads, N tokens, D features, L segments.
 """

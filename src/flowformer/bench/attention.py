@@ -41,7 +41,7 @@ SHAPES = (
     ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
     ["B32H8N1024d64", "B32H8N4096d64", "B8H16N2048d64", "B4H16N16384d64", "B1H16N262144d64", "B32H16N3136d8"],
 )
-# Algorithms 1 and 2 to the letter, so that everybody computes the same thing
+# Algorithms 1 and 2 as printed, so that all contestants compute the same function
 VARIANT = FlowVariant.named("paper")
 EPS = VARIANT.eps
 
@@ -84,7 +84,7 @@ class Contestant:
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     is_flow: bool = True
-    # how many numbers it keeps for a token, of the length and the head dim: what cannot fit is not tried
+    # numbers kept for each token, by length and head dim; a contestant that cannot fit into memory is not run
     footprint: Callable[[int, int], int] = linear
 
 
@@ -124,7 +124,7 @@ def fla_contestants() -> list[Contestant]:
         return []
 
     def by_tokens(function):
-        # fla keeps (B, N, H, D); contiguous inputs are laid out so beforehand, at no cost to it
+        # fla takes (B, N, H, D); inputs are transposed and made contiguous before the timing starts
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
             return function(q, k, v, normalize=False)[0].view(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -138,7 +138,7 @@ def fla_contestants() -> list[Contestant]:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionTiming:
     kind: str
     contestant: str
     shape: str
@@ -150,7 +150,7 @@ class Row:
     both_p80: float
     forward_tensors: float  # peak memory above the inputs, in tensors of the size of an input
     both_tensors: float  # likewise above the inputs and their gradients
-    # on a GPU: the kernels replayed as a CUDA graph, how many they are, and when the call returns
+    # on a GPU: time of the kernels replayed as a CUDA graph, their number, and the host time of a call
     forward_graph_ms: float = math.nan
     both_graph_ms: float = math.nan
     forward_launches: float = math.nan
@@ -159,14 +159,14 @@ class Row:
     both_host_us: float = math.nan
 
 
-class Shape(NamedTuple):
+class InputShape(NamedTuple):
     batch: int
     heads: int
     length: int
     dim: int
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> InputShape:
         match = re.fullmatch(r"B(\d+)H(\d+)N(\d+)d(\d+)", text)
         if match is None:
             raise argparse.ArgumentTypeError(f"a shape looks like B2H8N4096d64, got {text!r}")
@@ -213,11 +213,11 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
                 wrong = f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}"
                 if contestant.name.startswith("flow"):
                     sys.exit(wrong)
-                # it adds up in its own dtype, and is as inexact for its users
+                # a rival that accumulates in its own dtype may be less exact
                 print(wrong, flush=True)
 
 
-def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[Row]:
+def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> list[AttentionTiming]:
     dtype, device = getattr(torch, options.dtype), options.device
     size = shape.batch * shape.heads * shape.length * dtype.itemsize
     field = [each for each in field if size * each.footprint(shape.length, shape.dim) <= options.memory * 2**30 / 8]
@@ -244,7 +244,7 @@ def measure(kind: str, field: list[Contestant], shape: Shape, options) -> list[R
             break
     tensor = tensors[0].nbytes
     rows = [
-        Row(
+        AttentionTiming(
             kind,
             each.name,
             str(shape),
@@ -275,18 +275,18 @@ def captured(name: str, run: Callable[[], object], repeats: int) -> float:
     except RuntimeError as error:
         if name.startswith("flow"):
             raise
-        # a rival may wait for the device, which no graph can
+        # a rival may synchronise, which cannot be captured in a graph
         print(f"{name} cannot be replayed as a graph: {str(error).splitlines()[0]}", flush=True)
         return math.nan
 
 
-def floor(kind: str, shape: Shape, tensors: list[Tensor]) -> Row:
+def floor(kind: str, shape: InputShape, tensors: list[Tensor]) -> AttentionTiming:
     """The time of reading Q, K, V and writing R once; backward reads those and dR, and writes three gradients."""
     source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     copies = [milliseconds(lambda: target.copy_(source), "cuda") for _ in range(12)]
     transfer = statistics.median(copies[2:]) * tensors[0].nbytes / (2 * source.nbytes)
     forward, both = 4 * transfer, 11 * transfer
-    return Row(kind, "floor", str(shape), forward, forward, forward, both, both, both, 1.0, 1.0)
+    return AttentionTiming(kind, "floor", str(shape), forward, forward, forward, both, both, both, 1.0, 1.0)
 
 
 def decode(options) -> dict[str, float]:
@@ -295,7 +295,7 @@ def decode(options) -> dict[str, float]:
     step = (*options.shapes[0][:2], 1, options.shapes[0].dim)
     states = {}
     for past in (10, 100_000):
-        # the state does not know how it was reached: short pieces spare the memory of a long prompt
+        # the state is the same however the prompt is split; short pieces need less memory
         state = None
         for piece in range(0, past, 10_000):
             q, k, v, *_ = inputs((*step[:2], min(10_000, past - piece), step[3]), device, dtype)
@@ -319,7 +319,7 @@ def decode(options) -> dict[str, float]:
     }
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[AttentionTiming]) -> str:
     head = f"{'':48}{'forward ms':12}{'':12}{'forward+backward ms':28}{'peak memory, in inputs':26}"
     lines = [head + ("graph ms           launches    host us" if rows[0].forward_launches > 0 else "")]
     for row in rows:
@@ -339,17 +339,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def speedups(rows: list[Row], backend: str) -> str:
+def speedups(rows: list[AttentionTiming], backend: str) -> str:
     """How many times our forward+backward the others take."""
     ours, *others = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
     times = ", ".join(f"{other.both_ms / ours.both_ms:.2f}× as fast as {other.contestant}" for other in others)
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is {times}"
 
 
-def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
+def write_csv(path: Path, rows: list[AttentionTiming], facts: dict[str, str]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), *facts])
+        writer.writerow([*(field.name for field in fields(AttentionTiming)), *facts])
         for row in rows:
             writer.writerow([*asdict(row).values(), *facts.values()])
 
@@ -361,7 +361,8 @@ def parse(arguments: list[str] | None = None):
     has_cuda = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
     parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
-    parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=list(map(Shape.parse, SHAPES[has_cuda])))
+    shapes = list(map(InputShape.parse, SHAPES[has_cuda]))
+    parser.add_argument("--shapes", type=InputShape.parse, nargs="+", default=shapes)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"] if has_cuda else ["torch", "reference"])
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help="only these, by how their names begin")
@@ -373,7 +374,7 @@ def parse(arguments: list[str] | None = None):
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[AttentionTiming]:
     options = parse(arguments)
     facts = machine(options.device, options.dtype)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
@@ -389,7 +390,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
             rows += measured
             if options.csv:
-                # after every shape, so that a run that is cut short has measured something
+                # written after every shape, so that an interrupted run keeps its results
                 write_csv(options.csv, rows, facts)
     for name, value in decode(options).items():
         print(f"decode: {name}: {value:.3g}")

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import torch
 
+from .._utils import suggestion
 from ..ops.backends import BACKENDS
-from ..ops.variant import nearest
 from .fuzz_cases import LIMITS, Case, draw_case, draw_configuration
 from .fuzz_checks import check
 
@@ -234,7 +234,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name in options.backends:
         if name not in BACKENDS:
-            parser.error(f"unknown backend {name!r}{nearest(name, BACKENDS)}; accepted: {', '.join(BACKENDS)}.")
+            parser.error(f"unknown backend {name!r}{suggestion(name, BACKENDS)}; accepted: {', '.join(BACKENDS)}.")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU, and torch finds none; --device cpu runs kernels in the interpreter.")
     return options

@@ -1,4 +1,4 @@
-"""FlowformerClassifier with its default settings beside aeon's RocketClassifier, on JapaneseVowels.
+"""FlowformerTimeSeriesClassifier with its default settings beside aeon's RocketClassifier, on JapaneseVowels.
 
     flowformer bench japanese-vowels
 
@@ -23,12 +23,12 @@ from aeon.datasets import load_japanese_vowels  # type: ignore[import-untyped]
 from aeon.transformations.collection.unequal_length import Padder  # type: ignore[import-untyped]
 from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
 
-from ..integrations.aeon import FlowformerClassifier
+from ..integrations.aeon import FlowformerTimeSeriesClassifier
 
 LONGEST = 29
 
 
-class Row(NamedTuple):
+class VowelsResult(NamedTuple):
     contestant: str
     accuracies: list[float]
     seconds: list[float]
@@ -39,11 +39,11 @@ def rocket(random_state: int):
 
 
 def flowformer(random_state: int):
-    return FlowformerClassifier(random_state=random_state, device="cpu")
+    return FlowformerTimeSeriesClassifier(random_state=random_state, device="cpu")
 
 
-def measure(name: str, build: Callable[[int], Any], seeds: list[int], train: tuple, test: tuple) -> Row:
-    row = Row(name, [], [])
+def measure(name: str, build: Callable[[int], Any], seeds: list[int], train: tuple, test: tuple) -> VowelsResult:
+    row = VowelsResult(name, [], [])
     for seed in seeds:
         start = time.perf_counter()
         predicted = build(seed).fit(*train).predict(test[0])
@@ -53,15 +53,15 @@ def measure(name: str, build: Callable[[int], Any], seeds: list[int], train: tup
     return row
 
 
-def table(rows: list[Row], seeds: list[int]) -> str:
-    lines = [f"{'test accuracy, %':24}" + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + "     mean   seconds"]
+def table(rows: list[VowelsResult], seeds: list[int]) -> str:
+    lines = [f"{'test accuracy, %':32}" + "".join(f"{f'seed {seed}':>9}" for seed in seeds) + "     mean   seconds"]
     for name, accuracies, seconds in rows:
         scores = "".join(f"{100 * score:9.2f}" for score in [*accuracies, statistics.mean(accuracies)])
-        lines.append(f"{name:24}{scores}{statistics.mean(seconds):10.1f}")
+        lines.append(f"{name:32}{scores}{statistics.mean(seconds):10.1f}")
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[VowelsResult]:
     parser = argparse.ArgumentParser(
         "flowformer bench japanese-vowels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     few = train[0][::30], train[1][::30]
     rocket(0).fit(*few).predict(few[0])
     rows = [
-        measure("FlowformerClassifier", flowformer, seeds, train, test),
+        measure("FlowformerTimeSeriesClassifier", flowformer, seeds, train, test),
         measure("RocketClassifier", rocket, seeds, train, test),
     ]
     print(table(rows, seeds))

@@ -1,7 +1,7 @@
 """How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.
 
     flowformer bench loop                                     # lra/text and lra/listops
-    flowformer bench loop --synthetic                         # without their data: made up, in the same format
+    flowformer bench loop --synthetic                         # without their data: synthetic, in the same format
     flowformer bench loop lra/listops --set precision=tf32 workers=8
 
 The loop reads, pads and moves its batches, logs, and draws its random numbers. The bare model finds the same batches on
@@ -28,7 +28,8 @@ from .. import data
 from ..data import Splits
 from ..train import recipes, tasks
 from ..train.config import TrainConfig, override
-from ..train.loop import Trainer, build_optimiser
+from ..train.loop import Trainer
+from ..train.optim import build_optimiser
 from ..train.record import device_name, peak_memory
 
 LOG_EVERY = 10
@@ -36,7 +37,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Row:
+class LoopTiming:
     recipe: str
     device: str
     precision: str
@@ -70,7 +71,7 @@ def reviews(folder: Path) -> None:
 SYNTHETIC: dict[str, Callable[[Path], None]] = {"lra/text": reviews, "lra/listops": listops}
 
 
-def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row:
+def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> LoopTiming:
     """Bare model, data alone and loop, one after another: `steps` updates each, after `warmup` that do not count."""
     config = replace(
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
@@ -80,7 +81,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
     logged = {}
 
     def report(record):
-        if record["kind"] == "train":  # the loop has just waited for the device
+        if record["kind"] == "train":  # logging has just synchronised the device
             logged[record["step"]] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +99,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Row
         _forget_peak(device)
         trainer.run()
     loop_seconds = logged[warmup + steps] - logged[warmup]
-    return Row(
+    return LoopTiming(
         config.recipe,
         device_name(device),
         config.precision,
@@ -120,7 +121,7 @@ def _bare(config: TrainConfig, batches: list[tasks.Batch], warmup: int, device: 
     counts = [float(task.count(batch)) for batch in batches]
     batches = [send_to_device(batch, device) for batch in batches]
     objective = tasks.Objective(task.build(config), task, config).to(device)
-    optimiser = build_optimiser(objective, config, device)
+    optimiser = build_optimiser(objective, config.optimiser, device, capturable=config.graphs)
     if config.compile:
         objective.compile()
     dtype = AUTOCAST.get(config.precision)
@@ -154,7 +155,7 @@ def _forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def show(row: Row) -> str:
+def show(row: LoopTiming) -> str:
     return "\n".join(
         (
             f"{row.recipe}, batch {row.batch_size}, {row.tokens_per_step:,.0f} tokens a step, {row.precision}, "
@@ -168,7 +169,7 @@ def show(row: Row) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[LoopTiming]:
     parser = argparse.ArgumentParser(
         "flowformer bench loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The paper's efficiency table, remade: steps per second of one model with every attention, all in one run.
+"""The paper's efficiency table: steps per second of one model with every attention, all in one run.
 
     flowformer bench lra --out speed.csv --plot speed.png       # 1K to 4K tokens, batch 32
     flowformer bench lra --attentions flow softmax --lengths 256 512 --batch 2
@@ -35,9 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import baselines
+from .._utils import suggestion
 from ..models.classifier import PRESETS, FlowformerClassifier
 from ..nn.attention import ABLATIONS
-from ..ops.variant import nearest
 from ..train.paper import OOM, paper_speed, paper_speed_ratio
 from .measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 
@@ -49,7 +49,7 @@ TOLERANCE = {"float32": (1e-3, 2e-2), "bfloat16": (0.1, 0.5)}
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedCell:
     attention: str
     length: int
     mode: str
@@ -78,7 +78,7 @@ def attention(name: str) -> str:
     if name in baselines.names():
         raise argparse.ArgumentTypeError(f"{name} attention is causal only, and this model is not.")
     raise argparse.ArgumentTypeError(
-        f"unknown attention {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}."
+        f"unknown attention {name!r}{suggestion(name, accepted)}; accepted: {', '.join(accepted)}."
     )
 
 
@@ -100,7 +100,7 @@ def autocast(options):
 def compiled(model: nn.Module, options) -> Callable[[Tensor], Tensor]:
     if not options.compile:
         return model
-    torch.compiler.reset()  # else the models of other lengths count as recompilations of this one
+    torch.compiler.reset()  # models of other lengths would count towards the recompilation limit
     return torch.compile(model, dynamic=False)
 
 
@@ -157,7 +157,7 @@ def measure(step: Callable[[Tensor, Tensor], None], size: int, length: int, opti
     peak = peak_bytes(run, options.device)
     times: list[float] = []
     start = time.perf_counter()
-    # a step of seconds has to do with fewer repeats
+    # slow steps are repeated fewer times
     while (
         len(times) < 2
         or (elapsed := time.perf_counter() - start) < options.seconds
@@ -172,7 +172,7 @@ def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
     """("ok", result), or what prevented it and None; of a failed attempt nothing is left in memory."""
     try:
         return "ok", call()
-    except Exception as error:  # one attention that breaks must not cost the others their row
+    except Exception as error:  # a failing attention must not stop the others
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         status = OOM if is_out_of_memory(error) else f"failed: {reason}"
     gc.collect()
@@ -181,7 +181,7 @@ def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
     return status, None
 
 
-def cells(name: str, length: int, options) -> Iterator[Row]:
+def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
     """The rows of one attention at one length, without ratios."""
     status, model = attempt(partial(build, name, length, options), options.device)
     mode_steps = {} if model is None else steps(model, options)
@@ -193,14 +193,14 @@ def cells(name: str, length: int, options) -> Iterator[Row]:
             status, found = attempt(partial(measure, step, options.batch, length, options), options.device)
             size = options.batch
             while status == OOM and (size := size // 2):
-                model.zero_grad()  # half of them may have come before the memory ended
+                model.zero_grad()  # some gradients may exist from before memory ran out
                 if attempt(partial(once, step, size, length, options), options.device)[0] == "ok":
                     break
         largest = size if status in ("ok", OOM) else None
-        yield Row(name, length, mode, options.batch, status, largest_batch=largest, **found or {})
+        yield SpeedCell(name, length, mode, options.batch, status, largest_batch=largest, **found or {})
 
 
-def run(options) -> Iterator[Row]:
+def run(options) -> Iterator[SpeedCell]:
     """All rows, the lengths one after the other, so that what is compared is measured close together."""
     for length in options.lengths:
         softmax: dict[str, float | None] = {}
@@ -218,18 +218,18 @@ def run(options) -> Iterator[Row]:
 
 
 @contextmanager
-def csv_file(path: Path | None, facts: dict[str, str]) -> Iterator[Callable[[Row], None]]:
+def csv_file(path: Path | None, facts: dict[str, str]) -> Iterator[Callable[[SpeedCell], None]]:
     """What writes a row, at once, so that a killed run keeps its rows."""
     if path is None:
         yield lambda row: None
         return
     with path.open("w", newline="", buffering=1) as file:
         writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), *facts])
+        writer.writerow([*(field.name for field in fields(SpeedCell)), *facts])
         yield lambda row: writer.writerow([*asdict(row).values(), *facts.values()])
 
 
-def progress(row: Row) -> str:
+def progress(row: SpeedCell) -> str:
     place = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
     if row.status == "ok":
         return (
@@ -238,12 +238,12 @@ def progress(row: Row) -> str:
     return f"{place}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[SpeedCell]) -> str:
     """A part for each mode: attentions down, lengths across."""
     lengths, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("length", "attention"))
     found = {(row.mode, row.attention, row.length): row for row in rows}
 
-    def cell(row: Row) -> str:
+    def cell(row: SpeedCell) -> str:
         ratio, paper = ("-" if each is None else f"{each:.2f}" for each in (row.ratio, row.paper_ratio))
         if row.paper_steps_per_second == OOM:
             paper = OOM
@@ -292,10 +292,10 @@ def parse(arguments: list[str] | None = None):
     return options
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(arguments: list[str] | None = None) -> list[SpeedCell]:
     options = parse(arguments)
     if options.plot:
-        from ..viz import speed_bars  # before anything is timed, for it may be missing
+        from ..viz import speed_bars  # imported before the timing, since matplotlib may be missing
     say = partial(print, file=sys.stderr, flush=True)
     facts = {**machine(options.device, options.dtype), "compiled": str(options.compile)}
     say(", ".join(f"{name} {value}" for name, value in facts.items()))

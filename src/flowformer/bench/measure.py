@@ -7,19 +7,19 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# the profiler that counts memory otherwise logs each of its starts
+# without this, the memory profiler logs every start
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
 from .. import __version__
+from .._utils import git_commit
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
@@ -45,7 +45,7 @@ def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    # what an earlier replay left in the cache would flatter this one
+    # flush the L2 cache, which would still hold data of the replay before
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):
@@ -101,7 +101,7 @@ def percentiles(times: list[float]) -> tuple[float, float, float]:
 
 @contextmanager
 def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
-    """Within it, tensors that need more raise what `is_out_of_memory` knows, instead of taking the machine down.
+    """Limit memory: inside, allocations beyond the limit raise an error that `is_out_of_memory` recognises.
 
     Args:
         gib: on a CPU, above what the process holds already. None is all there is of a GPU, and four fifths of what is
@@ -149,7 +149,7 @@ def machine(device: str, dtype: str) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "flowformer": __version__,
-        "commit": _commit(),
+        "commit": git_commit(),
         "dtype": dtype,
     }
 
@@ -159,16 +159,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not there"
-
-
-def _commit() -> str:
-    """Of the checkout, with a + if files differ from it; an installed package is in none, whatever lies around it."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return "unknown"
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    except OSError:
-        return "unknown"
-    return result.stdout.strip() or "unknown"

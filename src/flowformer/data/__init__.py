@@ -16,20 +16,26 @@ import inspect
 import os
 from typing import Any
 
-from ..ops.variant import nearest
+from .._utils import check_options, suggestion
 from . import store
 from .generate import Progress
+from .registry import RECORDS, find
 from .splits import DataInfo, Splits, collate
-from .store import DamagedDataError, MissingDataError
+from .store import DamagedDataError, DataSet, MissingDataError, Source
 
 __all__ = [
+    "RECORDS",
     "DamagedDataError",
     "DataInfo",
+    "DataSet",
     "MissingDataError",
+    "Source",
     "Splits",
     "collate",
+    "find",
     "generator_options",
     "load",
+    "missing",
     "names",
     "prepare",
     "store",
@@ -38,13 +44,7 @@ __all__ = [
 
 def names() -> list[str]:
     """The names that `load` takes; other sets are "uea/<Set>" of the UEA archive and "minari/<id>"."""
-    from . import offline_rl, uea
-
-    return [
-        *_loaders(),
-        *(f"uea/{name}" for name in uea.SIZES),
-        *(f"d4rl/{env}-{quality}" for env in offline_rl.ENVIRONMENTS for quality in offline_rl.QUALITIES),
-    ]
+    return list(RECORDS)
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: bool = False, **options: Any) -> Splits:
@@ -54,25 +54,21 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
         name: one of `names()`.
         data_dir: the folder of all data sets; None is $FLOWFORMER_DATA, else ~/.cache/flowformer.
         partial: accept fewer cases than published; `info.differs` then says so.
-        options: of the loader of this set.
+        options: of the reader of this set.
 
     Raises `MissingDataError` with what to download, `DamagedDataError` with the file that cannot be read.
     """
-    from . import offline_rl, uea
+    return find(name).reader(store.root(data_dir), partial=partial, **options)
 
-    folder = store.root(data_dir)
-    family, _, rest = name.partition("/")
-    if name in _loaders():
-        return _loaders()[name](folder, partial=partial, **options)
-    if family == "uea" and rest:
-        # a folder that was named and is not there is a slip, which a copy from elsewhere would hide
-        bundled = data_dir is None or folder.is_dir()
-        return uea.load(rest, folder, partial=partial, bundled=bundled, **options)
-    if family == "d4rl" and rest.partition("-")[0] in offline_rl.ENVIRONMENTS:
-        return offline_rl.d4rl(rest, folder, partial=partial, **options)
-    if family == "minari" and rest:
-        return offline_rl.minari(rest, folder, **options)
-    raise ValueError(f"unknown data set {name!r}{nearest(name, names())}; known are {', '.join(names())}.")
+
+def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> Source | None:
+    """Where to get a data set that is not there; None if its files are. Nothing is read.
+
+    Args:
+        name, data_dir, options: as of `load`.
+    """
+    record, folder = find(name), store.root(data_dir)
+    return None if record.missing(folder, **options) is None else record.source.located(folder)
 
 
 def prepare(
@@ -85,48 +81,19 @@ def prepare(
         progress: called with the parts done and all parts.
         options: of `listops.generate` or `pathfinder.generate`.
     """
-    from . import lra
-
-    accepted = generator_options(name)
-    for option in options:
-        if option not in accepted:
-            raise ValueError(
-                f"{name} has no option {option!r}{nearest(option, accepted)}; accepted: {', '.join(accepted)}."
-            )
-    generate, home = _generators()[name]
-    generate(lra.release(store.root(data_dir)) / home, progress=progress, **options)
+    check_options(name, options, generator_options(name))
+    record = find(name)
+    assert record.generator is not None
+    home = next(iter(record.files(store.root(data_dir)).values())).parent
+    record.generator(home, progress=progress, **options)
 
 
 def generator_options(name: str) -> list[str]:
     """The options that `prepare` takes for a data set."""
-    made = _generators()
-    if name not in made:
+    generators = {record.name: record.generator for record in RECORDS.values() if record.generator is not None}
+    if name not in generators:
         raise ValueError(
-            f"only {' and '.join(made)} are generated, got {name!r}{nearest(name, made)}. For any other set, load says "
-            "what to download."
+            f"only {' and '.join(generators)} are generated, got {name!r}{suggestion(name, generators)}. For any other "
+            "set, load says what to download."
         )
-    return [option for option in inspect.getfullargspec(made[name][0]).kwonlyargs if option != "progress"]
-
-
-def _generators() -> dict[str, tuple[Any, str]]:
-    """What generates a data set, and where in a release it lies."""
-    from . import listops, pathfinder
-
-    return {
-        "lra/listops": (listops.generate, "listops-1000"),
-        "lra/pathfinder": (pathfinder.generate, "pathfinder32/curv_contour_length_14"),
-    }
-
-
-def _loaders() -> dict[str, Any]:
-    from . import lra, text, vision
-
-    return {
-        **{f"lra/{task}": getattr(lra, task) for task in ("listops", "text", "retrieval", "image", "pathfinder")},
-        "acl": lra.acl,
-        "wikitext103": text.wikitext103,
-        "enwik8": text.enwik8,
-        "ptb": text.ptb,
-        "cifar10": vision.cifar10,
-        "imagenet": vision.imagenet,
-    }
+    return [option for option in inspect.getfullargspec(generators[name]).kwonlyargs if option != "progress"]

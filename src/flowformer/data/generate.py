@@ -1,4 +1,4 @@
-"""What the generators share: parts made in parallel, each complete or absent, so that a stopped run can go on."""
+"""What the generators share: parts written in parallel, each atomically, so that generation can be resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+
+from .._utils import check_positive, write_atomically
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +29,7 @@ def claim(home: Path, parameters: Mapping[str, object]) -> None:
     if home.exists() and any(home.iterdir()):
         raise ValueError(f"{home} holds data that were not generated here. Choose another data_dir.")
     home.mkdir(parents=True, exist_ok=True)
-    replace(note, wanted.encode())
+    write_atomically(note, wanted)
 
 
 def check_whole(name: str, value: object) -> None:
@@ -35,22 +37,10 @@ def check_whole(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
 
 
-def check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there as a whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
-
-
 def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None, progress: Progress | None) -> None:
     """Calls make(part) for all parts, in `workers` processes; None takes one for each core."""
     workers = workers if workers is not None else os.cpu_count() or 1
-    check_positive("workers", workers)
+    check_positive(workers=workers)
     workers = min(workers, len(parts))
     report = progress or (lambda done, total: None)
     if workers <= 1:
@@ -58,7 +48,7 @@ def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None
             make(part)
             report(done, len(parts))
         return
-    # a forked copy of a process with threads may hang
+    # forking a process that has threads may deadlock
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(make, part) for part in parts]
         try:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .generate import Progress, check_positive, check_whole, claim, replace, run
+from .._utils import atomic_file, check_positive, write_atomically
+from .generate import Progress, check_whole, claim, run
 from .store import DamagedDataError
 
 DIGITS = tuple("0123456789")
@@ -91,8 +92,7 @@ def generate(
         raise ValueError(
             f"sizes must say how many rows {', '.join(SIZES)} have, got {sizes!r}; accepted: such as {example}."
         )
-    for part, size in sizes.items():
-        check_positive(f"sizes of {part}", size)
+    check_positive(**{f"the size of {part}": size for part, size in sizes.items()})
     check_whole("seed", seed)
     claim(home, {"seed": seed, **sizes})
     if all((home / f"basic_{part}.tsv").exists() for part in sizes):
@@ -108,16 +108,14 @@ def generate(
     )
     rows = _lines([parts / f"{part}.tsv" for part in wanted])
     for name, size in sizes.items():
-        unfinished = home / f".basic_{name}.tsv"
-        with unfinished.open("w") as file:
+        with atomic_file(home / f"basic_{name}.tsv") as file:
             file.write("Source\tTarget\n")
             file.writelines(islice(rows, size))
-        unfinished.replace(home / f"basic_{name}.tsv")
     shutil.rmtree(parts)
 
 
 def expressions(seed: int, part: int) -> Iterator[tuple[list[str], int]]:
-    """Endless expressions of published length with their values; each part is a stream of its own."""
+    """An endless stream of expressions of the published lengths, with their values; a different one for each part."""
     draw = random.Random(f"listops {seed} {part}").random
     while True:
         tokens: list[str] = []
@@ -152,9 +150,9 @@ def evaluate(operator: str, arguments: list[int]) -> int:
 
 
 def _write_part(folder: Path, seed: int, part: int) -> None:
-    # two equal expressions of 500 tokens or more do not happen, in a part or in two
+    # expressions of 500 or more tokens practically never repeat, so duplicates are not looked for
     rows = (f"{' '.join(tokens)}\t{value}\n" for tokens, value in islice(expressions(seed, part), _ROWS_PER_PART))
-    replace(folder / f"{part}.tsv", "".join(rows).encode())
+    write_atomically(folder / f"{part}.tsv", "".join(rows))
 
 
 def _lines(paths: list[Path]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils import optional_import
 from . import listops as listops_data
+from . import pathfinder as pathfinder_data
 from . import store, vision
-from .splits import Columns, DataInfo, Rows, Splits
+from .splits import Columns, DataInfo, FlatSequences, Splits
+from .store import DataSet
 
 _RELEASE = "Download https://storage.googleapis.com/long-range-arena/lra_release.gz (8 GB) and unpack it in {folder}"
-_RETRIEVAL_SIZES = {"train": 147_086, "eval": 18_090, "test": 17_437}
+_PAIR_PARTS = ("train", "eval", "test")
 _BYTES: dict[str, Any] = {"vocab_size": 257, "padding_id": 0}
 
 
@@ -39,16 +43,13 @@ def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> S
     Args:
         max_length: longer expressions are cut; no published one is.
     """
-    home = release(folder) / "listops-1000"
-    paths = {part: home / f"basic_{part}.tsv" for part in listops_data.SIZES}
-    get = _RELEASE.format(folder=folder) + ', or generate it with flowformer.data.prepare("lra/listops").'
-    store.require(store.Source("LRA ListOps", get, "600 MB, or 300 MB generated"), *paths.values())
-    parts, differs = [], [_generated(home)]
+    paths = LISTOPS.require(folder)
+    parts, differs = [], [_generated(paths["train"].parent)]
     for part, path in paths.items():
         tokens, ends, labels = _read_listops(path)
-        differs.append(store.complete(path, "rows", len(labels), listops_data.SIZES[part], partial=partial))
+        differs.append(store.complete(path, "rows", len(labels), LISTOPS.sizes[part], partial=partial))
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-        parts.append(Columns(tokens=Rows(tokens, starts, ends.minimum(starts + max_length)), label=labels))
+        parts.append(Columns(tokens=FlatSequences(tokens, starts, ends.minimum(starts + max_length)), label=labels))
     info = DataInfo(
         "lra/listops",
         store.checksum(paths.values()),
@@ -63,24 +64,18 @@ def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> S
 
 
 def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
-    """Sentiment of film reviews from their bytes: two classes. The published validation part is the test part: none.
+    """Sentiment of film reviews from their bytes: two classes; the published validation part is the test part.
 
     Args:
         max_length: longer reviews are cut; 1000 is the published code, 4000 the published text.
     """
-    home = folder / "aclImdb"
-    source = store.Source(
-        "IMDb reviews",
-        f"Download https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz and unpack it in {folder}.",
-        "500 MB with the unlabelled reviews, which are not needed",
-    )
+    homes = TEXT.require(folder)
     digest, differs, parts = hashlib.sha256(), [], []
     for part in ("train", "test"):
         reviews, labels = [], []
-        for label, mood in enumerate(("neg", "pos")):
-            store.require(source, home / part / mood)
-            paths = sorted((home / part / mood).glob("*.txt"))
-            differs.append(store.complete(home / part / mood, "reviews", len(paths), 12_500, partial=partial))
+        for label, name in enumerate((f"{part}/neg", f"{part}/pos")):
+            paths = sorted(homes[name].glob("*.txt"))
+            differs.append(store.complete(homes[name], "reviews", len(paths), TEXT.sizes[name], partial=partial))
             for path in paths:
                 review = path.read_bytes()
                 if not review:
@@ -102,16 +97,13 @@ def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Spli
 
 def retrieval(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
     """Whether one paper of the ACL anthology cites another, from the bytes of both (AAN)."""
-    source = store.Source("LRA retrieval (AAN)", _RELEASE.format(folder=folder) + ".", "8 GB, all of the release")
-    return _pairs("lra/retrieval", release(folder) / "tsv_data", source, _RETRIEVAL_SIZES, "", partial, max_length)
+    return _pairs(RETRIEVAL, folder, "", partial, max_length)
 
 
 def acl(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
     """A small open stand-in for `retrieval`, same columns: pairs of papers from folder/acl."""
-    get = f"Put new_aan_pairs.{{train,eval,test}}.tsv with columns label, id, id, text, text into {folder / 'acl'}."
     differs = "a small stand-in for AAN from open ACL papers; not comparable with published numbers"
-    sizes = dict.fromkeys(_RETRIEVAL_SIZES)
-    return _pairs("acl", folder / "acl", store.Source("acl", get, "130 MB"), sizes, differs, partial, max_length)
+    return _pairs(ACL, folder, differs, partial, max_length)
 
 
 def image(folder: Path, *, partial: bool = False) -> Splits:
@@ -134,14 +126,13 @@ def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14)
     Args:
         contour_length: 14 is the published task; the release has 9 too.
     """
-    home = release(folder) / "pathfinder32" / f"curv_contour_length_{contour_length}"
-    get = _RELEASE.format(folder=folder) + ', or generate it with flowformer.data.prepare("lra/pathfinder").'
-    store.require(store.Source("LRA Pathfinder32", get, "900 MB (200,000 small files)"), home / "metadata")
-    lists = sorted((home / "metadata").glob("*.npy"), key=lambda path: (len(path.stem), path.stem))
+    metadata = PATHFINDER.require(folder, contour_length=contour_length)["metadata"]
+    home = metadata.parent
+    lists = sorted(metadata.glob("*.npy"), key=lambda path: (len(path.stem), path.stem))
     cases = [case for path in lists for case in _read_metadata(path)]
     differs = [
         _generated(home),
-        store.complete(home, "images", len(cases), 200_000, partial=partial),
+        store.complete(home, "images", len(cases), PATHFINDER.sizes["metadata"], partial=partial),
     ]
     images = np.empty((len(cases), 1024), np.uint8)
     digest = hashlib.sha256()
@@ -166,7 +157,7 @@ def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14)
 
 
 def _generated(home: Path) -> str:
-    """In words, that the files are ours; the generators leave a note beside them."""
+    """A note that the files were generated here, which the generators record beside them."""
     note = home / "generated.json"
     return (
         f"generated by the published parameters, seed {json.loads(note.read_text())['seed']}" if note.exists() else ""
@@ -192,17 +183,8 @@ def _read_listops(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(ends), torch.cat(labels)
 
 
-def _pairs(
-    name: str,
-    home: Path,
-    source: store.Source,
-    sizes: dict[str, int] | dict[str, None],
-    differs: str,
-    partial: bool,
-    max_length: int,
-) -> Splits:
-    paths = {part: home / f"new_aan_pairs.{part}.tsv" for part in sizes}
-    store.require(source, *paths.values())
+def _pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_length: int) -> Splits:
+    paths = record.require(folder)
     digest, found, parts = hashlib.sha256(), [differs], []
     # a paper is in many pairs: kept once
     texts: dict[bytes, int] = {}
@@ -210,10 +192,10 @@ def _pairs(
     rows = _byte_rows(list(texts))
     for part, path in paths.items():
         labels, first, second = torch.tensor(cases[part]).reshape(-1, 3).T
-        found.append(store.complete(path, "pairs", len(labels), sizes[part], partial=partial))
+        found.append(store.complete(path, "pairs", len(labels), record.sizes[part], partial=partial))
         parts.append(Columns(first=rows.take(first), second=rows.take(second), label=labels))
     info = DataInfo(
-        name,
+        record.name,
         digest.hexdigest()[:16],
         num_classes=2,
         max_length=max_length,
@@ -235,7 +217,7 @@ def _read_pairs(path: Path, digest, texts: dict[bytes, int], max_length: int) ->
                     f"{path}, line {number} is damaged: expected label 0 or 1, two ids and two texts with tabs "
                     f"between, got {len(columns)} columns, the first {columns[0][:20]!r}."
                 )
-            # an empty text, which there is, becomes a blank: every case has a token
+            # some texts are empty; a blank gives every case at least one token
             first, second = (texts.setdefault(column[:max_length] or b" ", len(texts)) for column in columns[3:])
             yield int(columns[0][:1]), first, second
 
@@ -253,7 +235,7 @@ def _read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
 def _read_image(path: Path) -> np.ndarray:
     """The (1024,) intensities of an image of 32 x 32."""
     try:
-        with store.extra("PIL.Image", "train").open(path) as picture:
+        with optional_import("PIL.Image", "train").open(path) as picture:
             pixels = np.asarray(picture.convert("L"))
     except (OSError, SyntaxError) as error:
         raise store.DamagedDataError(f"{path} is damaged or missing: {error}") from error
@@ -262,16 +244,16 @@ def _read_image(path: Path) -> np.ndarray:
     return pixels.reshape(-1)
 
 
-def _byte_rows(texts: list[bytes]) -> Rows:
+def _byte_rows(texts: list[bytes]) -> FlatSequences:
     """Bytes as ids from 1, so that 0 can be padding."""
     ends = torch.tensor([len(text) for text in texts]).cumsum(0)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    return Rows(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
+    return FlatSequences(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
 
 
-def _pixel_rows(images: Tensor) -> Rows:
+def _pixel_rows(images: Tensor) -> FlatSequences:
     starts = torch.arange(len(images)) * images.shape[1]
-    return Rows(images.reshape(-1), starts, starts + images.shape[1])
+    return FlatSequences(images.reshape(-1), starts, starts + images.shape[1])
 
 
 def _grey(images: Tensor) -> Tensor:
@@ -283,3 +265,74 @@ def _grey(images: Tensor) -> Tensor:
             for part in images.split(1000)
         ]
     )
+
+
+def _listops_files(folder: Path) -> dict[str, Path]:
+    return {part: release(folder) / "listops-1000" / f"basic_{part}.tsv" for part in listops_data.SIZES}
+
+
+def _pathfinder_files(folder: Path, contour_length: int = 14) -> dict[str, Path]:
+    home = release(folder) / "pathfinder32" / f"curv_contour_length_{contour_length}"
+    return {"metadata": home / "metadata"}
+
+
+def _pair_files(home: Path) -> dict[str, Path]:
+    return {part: home / f"new_aan_pairs.{part}.tsv" for part in _PAIR_PARTS}
+
+
+_REVIEWS = ("train/neg", "train/pos", "test/neg", "test/pos")
+LISTOPS = DataSet(
+    "lra/listops",
+    store.Source(
+        "LRA ListOps",
+        f'{_RELEASE}, or generate it with flowformer.data.prepare("lra/listops").',
+        "600 MB, or 300 MB generated",
+    ),
+    files=_listops_files,
+    reader=listops,
+    sizes=listops_data.SIZES,
+    generator=listops_data.generate,
+)
+TEXT = DataSet(
+    "lra/text",
+    store.Source(
+        "IMDb reviews",
+        "Download https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz and unpack it in {folder}.",
+        "500 MB with the unlabelled reviews, which are not needed",
+    ),
+    files=lambda folder: {name: folder / "aclImdb" / name for name in _REVIEWS},
+    reader=text,
+    sizes=dict.fromkeys(_REVIEWS, 12_500),
+)
+RETRIEVAL = DataSet(
+    "lra/retrieval",
+    store.Source("LRA retrieval (AAN)", f"{_RELEASE}.", "8 GB, all of the release"),
+    files=lambda folder: _pair_files(release(folder) / "tsv_data"),
+    reader=retrieval,
+    sizes={"train": 147_086, "eval": 18_090, "test": 17_437},
+)
+ACL = DataSet(
+    "acl",
+    store.Source(
+        "acl",
+        "Put new_aan_pairs.{train,eval,test}.tsv with columns label, id, id, text, text into {folder}/acl.",
+        "130 MB",
+    ),
+    files=lambda folder: _pair_files(folder / "acl"),
+    reader=acl,
+    sizes=dict.fromkeys(_PAIR_PARTS),
+)
+IMAGE = replace(vision.CIFAR10, name="lra/image", reader=image)
+PATHFINDER = DataSet(
+    "lra/pathfinder",
+    store.Source(
+        "LRA Pathfinder32",
+        f'{_RELEASE}, or generate it with flowformer.data.prepare("lra/pathfinder").',
+        "900 MB (200,000 small files)",
+    ),
+    files=_pathfinder_files,
+    reader=pathfinder,
+    sizes={"metadata": pathfinder_data.IMAGES},
+    generator=pathfinder_data.generate,
+)
+RECORDS = (LISTOPS, TEXT, RETRIEVAL, IMAGE, PATHFINDER, ACL)

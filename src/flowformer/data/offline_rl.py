@@ -9,6 +9,7 @@ Shapes: T steps of a window, S numbers of a state, A of an action.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,28 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .._utils import optional_import
 from . import store
+from .environments import ENVIRONMENTS
 from .splits import Columns, DataInfo, Item, Splits
+from .store import DataSet
 
-ENVIRONMENTS = {"halfcheetah": "HalfCheetah", "hopper": "Hopper", "walker2d": "Walker2d"}
-QUALITIES = ("medium", "medium-replay", "medium-expert")
 RETURN_SCALE = 1000.0  # what the paper divides returns by
-# steps and episodes of D4RL's v2 files; the steps after the last end of an episode count as steps only
-SIZES = {
-    "halfcheetah-medium": (1_000_000, 1000),
-    "halfcheetah-medium-replay": (202_000, 202),
-    "halfcheetah-medium-expert": (2_000_000, 2000),
-    "hopper-medium": (1_000_000, 2186),
-    "hopper-medium-replay": (402_000, 2041),
-    "hopper-medium-expert": (2_000_000, 3213),
-    "walker2d-medium": (1_000_000, 1190),
-    "walker2d-medium-replay": (302_000, 1093),
-    "walker2d-medium-expert": (2_000_000, 2190),
-}
 
 
 class Episode(NamedTuple):
-    """One trajectory: (T, S), (T, A) and (T,), and whether it came to its end or was cut off by a limit of time."""
+    """One trajectory: (T, S), (T, A) and (T,), and whether it terminated or was truncated by a time limit."""
 
     states: np.ndarray
     actions: np.ndarray
@@ -55,7 +45,7 @@ class Windows(Dataset[Item]):
 
     Attributes: `state_mean` and `state_std` (S,), with which states were standardised, and `returns`, of each episode.
     Over all steps, one episode after another: `states`, `actions`, `rewards`, `timesteps`, `ends`, where the episode of
-    a step ends, and `terminated`, whether it did so with this step and not by a limit of time.
+    a step ends, and `terminated`, whether it did so with this step and was not truncated by a time limit.
     """
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
@@ -78,6 +68,18 @@ class Windows(Dataset[Item]):
 
     def __len__(self) -> int:
         return len(self.timesteps)
+
+    def steps_of_best(self, share: float) -> Tensor:
+        """The indices of all steps of the episodes with the highest returns.
+
+        Args:
+            share: of the episodes, rounded to a whole number of at least one.
+        """
+        count = max(1, round(share * len(self.returns)))
+        is_best = torch.zeros(len(self.returns), dtype=torch.bool)
+        is_best[self.returns.topk(count).indices] = True
+        _, episodes = torch.unique_consecutive(self.ends, return_inverse=True)  # the number of each step's episode
+        return is_best[episodes].nonzero()[:, 0]
 
     def __getitem__(self, index: int) -> Item:
         steps = slice(index, min(index + self.window, int(self.ends[index])))
@@ -104,44 +106,33 @@ def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, ve
             gymnasium's v5 environments, any other in environments with the physics of its v4, as D4RL's own: between
             them the friction of Walker2d's feet changed.
     """
-    environment, _, quality = name.partition("-")
-    file = f"{environment}_{quality.replace('-', '_')}-{version}.hdf5"
-    paths = [folder / "d4rl" / file]
-    both = [folder / "d4rl" / f"{environment}_{part}-{version}.hdf5" for part in ("medium", "expert")]
-    if quality == "medium-expert" and not paths[0].exists() and all(path.exists() for path in both):
-        paths = both
-    source = store.Source(
-        f"D4RL {name}",
-        f"Download http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/{file} and put it into "
-        f"{folder / 'd4rl'}.",
-        "60 to 800 MB",
-    )
-    store.require(source, *paths)
+    environment = name.partition("-")[0]
+    paths = list(d4rl_record(name).require(folder, version=version).values())
     files = [read_d4rl(path) for path in paths]
     episodes = [episode for _, part in files for episode in part]
     if version == "v2":
-        steps = sum(count for count, _ in files)
-        found = zip(("steps", "episodes"), (steps, len(episodes)), SIZES.get(name, (None, None)), strict=True)
-        differs = store.notes(*(store.complete(paths[0], *counts, partial=partial) for counts in found))
+        found = {"steps": sum(count for count, _ in files), "episodes": len(episodes)}
+        published = d4rl_record(name).sizes
+        differs = store.notes(
+            *(store.complete(paths[0], what, found[what], published[what], partial=partial) for what in found)
+        )
     else:
         differs = f"version {version} of the files, not D4RL's v2"
-    played = f"{ENVIRONMENTS[environment]}-{'v5' if version.startswith('v5') else 'v4'}"
+    played = f"{ENVIRONMENTS[environment].id}-{'v5' if version.startswith('v5') else 'v4'}"
     return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window, played)
 
 
-def minari(name: str, folder: Path, *, window: int = 20) -> Splits:
+def minari(name: str, folder: Path, *, partial: bool = False, window: int = 20) -> Splits:
     """A Minari set such as "mujoco/hopper/medium-v0", from folder/minari/<name>.
 
     Args:
+        partial: changes nothing, since no size is published.
         window: T.
     """
-    home = folder / "minari" / name
-    source = store.Source(
-        f"Minari {name}", f"Run MINARI_DATASETS_PATH={folder / 'minari'} minari download {name}.", "100 MB to 1 GB"
-    )
-    store.require(source, home / "data")
+    files = minari_record(name).require(folder)["data"]
+    home = files.parent
     try:
-        data = store.extra("minari", "rl").MinariDataset(home / "data")
+        data = optional_import("minari", "rl").MinariDataset(files)
         _check_spaces(name, data.observation_space, data.action_space)
         episodes = [
             Episode(
@@ -191,7 +182,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
     keys = ("observations", "actions", "rewards", "terminals", "timeouts")
     path = source if isinstance(source, Path) else source.filename
     try:
-        with store.extra("h5py", "rl").File(source) if isinstance(source, Path) else nullcontext(source) as file:
+        with optional_import("h5py", "rl").File(source) if isinstance(source, Path) else nullcontext(source) as file:
             absent = [key for key in keys if key not in file]
             if absent:
                 raise ValueError(f"it has no {', '.join(absent)}, but {', '.join(list(file)[:5]) or 'nothing'}.")
@@ -209,3 +200,51 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
         Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
+
+
+def d4rl_record(name: str) -> DataSet:
+    """A set such as "hopper-medium-replay"."""
+    environment, _, quality = name.partition("-")
+    steps, episodes = ENVIRONMENTS[environment].sizes.get(quality, (None, None))
+    file = f"{environment}_{quality.replace('-', '_')}-v2.hdf5"
+    return DataSet(
+        f"d4rl/{name}",
+        store.Source(
+            f"D4RL {name}",
+            f"Download http://rail.eecs.berkeley.edu/datasets/offline_rl/gym_mujoco_v2/{file} and put it into "
+            "{folder}/d4rl.",
+            "60 to 800 MB",
+        ),
+        files=partial(_d4rl_files, environment, quality),
+        reader=partial(d4rl, name),
+        sizes={"steps": steps, "episodes": episodes},
+    )
+
+
+def _d4rl_files(environment: str, quality: str, folder: Path, version: str = "v2") -> dict[str, Path]:
+    """One file; where "medium-expert" has none, the two that it is made of."""
+
+    def path(part: str) -> Path:
+        return folder / "d4rl" / f"{environment}_{part.replace('-', '_')}-{version}.hdf5"
+
+    halves = {part: path(part) for part in ("medium", "expert")}
+    if quality == "medium-expert" and not path(quality).exists() and all(half.exists() for half in halves.values()):
+        return halves
+    return {quality: path(quality)}
+
+
+def minari_record(name: str) -> DataSet:
+    """A set such as "mujoco/hopper/medium-v0"."""
+    return DataSet(
+        f"minari/{name}",
+        store.Source(
+            f"Minari {name}", f"Run MINARI_DATASETS_PATH={{folder}}/minari minari download {name}.", "100 MB to 1 GB"
+        ),
+        files=lambda folder: {"data": folder / "minari" / name / "data"},
+        reader=partial(minari, name),
+    )
+
+
+RECORDS = tuple(
+    d4rl_record(f"{environment}-{quality}") for environment, known in ENVIRONMENTS.items() for quality in known.sizes
+)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import store
-from .generate import Progress, check_positive, check_whole, claim, replace, run
+from .._utils import check_positive, optional_import, write_atomically
+from .generate import Progress, check_whole, claim, run
 
 SIZE = 32
 IMAGES = 200_000
@@ -90,7 +90,7 @@ def generate(
         workers: processes; None is one for each core.
         progress: called with the parts done and all parts.
     """
-    check_positive("images", images)
+    check_positive(images=images)
     check_whole("seed", seed)
     claim(home, {"seed": seed, "images": images})
     (home / "metadata").mkdir(exist_ok=True)
@@ -277,8 +277,8 @@ def _dash(angle: float) -> Stamp:
     length = _DASH * _SUPERSAMPLING
     # rounding hides that the sine of 180 degrees is not quite 0
     head = tuple(math.ceil(round(middle + length * part, 9)) for part in (math.cos(angle), math.sin(angle)))
-    picture = store.extra("PIL.Image", "train").new("L", (2 * middle + 1, 2 * middle + 1))
-    store.extra("PIL.ImageDraw", "train").Draw(picture).line([(middle, middle), head], fill=255, width=1)
+    picture = optional_import("PIL.Image", "train").new("L", (2 * middle + 1, 2 * middle + 1))
+    optional_import("PIL.ImageDraw", "train").Draw(picture).line([(middle, middle), head], fill=255, width=1)
     line = np.asarray(picture)
     reach = _MARGIN * _SUPERSAMPLING
     padded = np.pad(line, reach)
@@ -304,7 +304,7 @@ def _disc() -> np.ndarray:
 
 def _smaller(picture: np.ndarray, size: int = 2 * _RADIUS + 1) -> np.ndarray:
     """Scaled down to (size, size), values up to 1."""
-    images = store.extra("PIL.Image", "train")
+    images = optional_import("PIL.Image", "train")
     return np.asarray(images.fromarray(picture).resize((size, size), images.Resampling.LANCZOS)) / 255.0
 
 
@@ -316,11 +316,11 @@ def _write_part(home: Path, seed: int, images: int, part: int) -> None:
     for index in range(min(IMAGES_PER_PART, images - part * IMAGES_PER_PART)):
         image, label = draw(random_state)
         file = io.BytesIO()
-        store.extra("PIL.Image", "train").fromarray(image).save(file, "png")
+        optional_import("PIL.Image", "train").fromarray(image).save(file, "png")
         (folder / f"sample_{index}.png").write_bytes(file.getvalue())
         rows.append(
             f"imgs/{part} sample_{index}.png {index} {label} 1.0 {_CONTOUR_LENGTH} {_DISTRACTOR_LENGTH} {_DASH} 0.5 "
             f"{_MARGIN} 1\n"
         )
     # written last: the images of a listed part are all there
-    replace(home / "metadata" / f"{part}.npy", "".join(rows).encode())
+    write_atomically(home / "metadata" / f"{part}.npy", "".join(rows))

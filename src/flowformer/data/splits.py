@@ -65,7 +65,7 @@ class Columns(Dataset[Item]):
     (2, torch.Size([3, 2]), tensor(0))
     """
 
-    def __init__(self, **columns: Sequence[Tensor] | Tensor | Rows) -> None:
+    def __init__(self, **columns: Sequence[Tensor] | Tensor | FlatSequences) -> None:
         lengths = {key: len(column) for key, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"every key must have as many cases, got {lengths}.")
@@ -78,7 +78,7 @@ class Columns(Dataset[Item]):
         return {key: column[index] for key, column in self.columns.items()}
 
 
-class Rows:
+class FlatSequences:
     """Token sequences kept end to end in one small-typed tensor, read as int64.
 
     Args:
@@ -86,8 +86,9 @@ class Rows:
         starts, ends: (M,), where each sequence lies; they may overlap.
         shift: added to every id, so that 0 can be padding.
 
-    >>> rows = Rows(torch.tensor([7, 8, 9], dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([2, 3]), shift=1)
-    >>> rows[0], rows[1]
+    >>> flat, starts, ends = torch.tensor([7, 8, 9], dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([2, 3])
+    >>> sequences = FlatSequences(flat, starts, ends, shift=1)
+    >>> sequences[0], sequences[1]
     (tensor([8, 9]), tensor([10]))
     """
 
@@ -100,9 +101,9 @@ class Rows:
     def __getitem__(self, index: int) -> Tensor:
         return self.flat[self.starts[index] : self.ends[index]].long() + self.shift
 
-    def take(self, indices: Tensor) -> Rows:
+    def take(self, indices: Tensor) -> FlatSequences:
         """The chosen sequences, which may repeat; the tokens are shared."""
-        return Rows(self.flat, self.starts[indices], self.ends[indices], self.shift)
+        return FlatSequences(self.flat, self.starts[indices], self.ends[indices], self.shift)
 
 
 def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> dict[str, Tensor]:

@@ -1,25 +1,24 @@
-"""Where data lives, and what is said when it is missing, damaged or incomplete."""
+"""Where data sets lie, what they are made of, and the errors for missing, damaged or incomplete ones."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
+import inspect
 import os
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from .splits import Splits
 
 
 class MissingDataError(FileNotFoundError):
     """A data set is not there; the message says what to get, how large it is and where to put it."""
 
-    source: Source
-
 
 class DamagedDataError(ValueError):
-    """A file cannot be what its name says: cut short, garbled or incomplete; the message names it."""
+    """A file is truncated, corrupt or incomplete; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,18 @@ class Source:
 
     Args:
         name: of the data set.
-        get: how to get it: a download and what to do with it, or the command that generates it.
+        get: how to get it: a download and what to do with it, or the command that generates it. {folder} stands for the
+            folder of all data sets.
         size: on disk, in words.
     """
 
     name: str
     get: str
     size: str
+
+    def located(self, folder: Path) -> Source:
+        """The source with the path of that folder in its advice."""
+        return replace(self, get=self.get.replace("{folder}", str(folder)))
 
 
 def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -43,39 +47,47 @@ def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
-class _FoundError(Exception):
-    """What a reader looked for is there, and nobody asked to read it."""
+@dataclass(frozen=True)
+class DataSet:
+    """A data set: where it comes from, which files it is, and what reads or generates them.
 
+    Args:
+        name: as `load` takes it.
+        source: where to get it.
+        files: from the folder of all data sets to the files, or folders, that must be there; some options of the reader
+            may decide which these are.
+        reader: from that folder and the options of `load` to `Splits`.
+        sizes: how many cases, or what else is counted, the published parts have; None is not known.
+        generator: writes the files into their folder, for a set that is made rather than collected.
+    """
 
-_looking = ContextVar("looking", default=False)
+    name: str
+    source: Source
+    files: Callable[..., dict[str, Path]]
+    reader: Callable[..., Splits]
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+    generator: Callable[..., None] | None = None
 
+    def missing(self, folder: Path, **options: Any) -> Path | None:
+        """The first of the files that is not there.
 
-def require(source: Source, *paths: Path) -> None:
-    """Raises `MissingDataError` for the first of the paths that does not exist."""
-    for path in paths:
-        if not path.exists():
-            error = MissingDataError(
-                f"{source.name} is missing: there is no {path}. {source.get} It takes {source.size}. If you have it "
+        Args:
+            options: of the reader; those that do not decide which files are read are ignored.
+        """
+        known = inspect.signature(self.files).parameters
+        paths = self.files(folder, **{name: value for name, value in options.items() if name in known})
+        return next((path for path in paths.values() if not path.exists()), None)
+
+    def require(self, folder: Path, **options: Any) -> dict[str, Path]:
+        """The files; raises `MissingDataError` if one is not there."""
+        missing = self.missing(folder, **options)
+        if missing is not None:
+            source = self.source.located(folder)
+            raise MissingDataError(
+                f"{source.name} is missing: there is no {missing}. {source.get} It takes {source.size}. If you have it "
                 "elsewhere, pass data_dir or set FLOWFORMER_DATA to the folder that holds all data sets."
             )
-            error.source = source
-            raise error
-    if _looking.get():
-        raise _FoundError
-
-
-def missing(read: Callable[[], object]) -> Source | None:
-    """Where to get what a reader does not find; None if it is there. Stops before anything is read."""
-    token = _looking.set(True)
-    try:
-        read()
-    except _FoundError:
-        pass
-    except MissingDataError as error:
-        return error.source
-    finally:
-        _looking.reset(token)
-    return None
+        return self.files(folder, **options)
 
 
 def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:
@@ -102,14 +114,3 @@ def checksum(paths: Iterable[Path]) -> str:
         with path.open("rb") as file:
             digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def extra(module: str, extra: str) -> Any:
-    """An optional dependency, or an ImportError that names the extra which installs it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name != package:
-            raise
-        raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error

@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from . import store
-from .splits import Columns, DataInfo, Rows, Splits
+from .splits import Columns, DataInfo, FlatSequences, Splits
+from .store import DataSet
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 _END = SPECIAL.index("</s>")
 _UNKNOWN = SPECIAL.index("<unk>")
-# tokens with the ends of lines
-_WIKITEXT_SIZES = {"train": 103_227_021, "valid": 217_646, "test": 245_569}
-_PTB_SIZES = {"train": 929_589, "valid": 73_760, "test": 82_430}
+_PARTS = ("train", "valid", "test")
 
 
-class Language(Columns):
+class TextCases(Columns):
     """Cases of consecutive tokens; `vocabulary` names the ids, None for bytes."""
 
-    def __init__(self, vocabulary: list[str] | None, **columns: Tensor | Rows) -> None:
+    def __init__(self, vocabulary: list[str] | None, **columns: Tensor | FlatSequences) -> None:
         super().__init__(**columns)
         self.vocabulary = vocabulary
 
@@ -43,36 +42,19 @@ def wikitext103(folder: Path, *, partial: bool = False, length: int = 512, conte
         context: how many of the tokens that a validation or test case reads were predicted by cases before it; such
             cases have a key "context" (), and only predictions from there on count. The paper has 400 of 512.
     """
-    source = store.Source(
-        "WikiText-103",
-        f"Download wikitext-103-v1.zip and unpack it, so that {folder}/wikitext-103/wiki.train.tokens is there.",
-        "540 MB",
-    )
-    home = folder / "wikitext-103"
-    paths = {part: home / f"wiki.{part}.tokens" for part in _WIKITEXT_SIZES}
-    return _words("wikitext103", source, paths, _WIKITEXT_SIZES, "", partial, length, context)
+    return _words(WIKITEXT103, folder, "", partial, length, context)
 
 
 def ptb(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
     """Penn Treebank by words, in Mikolov's version, from folder/ptb/ptb.<part>.txt; arguments as of `wikitext103`."""
-    source = store.Source(
-        "Penn Treebank",
-        f"Download simple-examples.tgz of Mikolov's RNNLM and put data/ptb.{{train,valid,test}}.txt into {folder}/ptb.",
-        "6 MB",
-    )
-    paths = {part: folder / "ptb" / f"ptb.{part}.txt" for part in _PTB_SIZES}
-    return _words("ptb", source, paths, _PTB_SIZES, "not in the paper", partial, length, context)
+    return _words(PTB, folder, "not in the paper", partial, length, context)
 
 
 def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
     """The first 100 MB of Wikipedia by bytes, 90 / 5 / 5 %, from folder/enwik8; arguments as of `wikitext103`."""
-    source = store.Source(
-        "enwik8", f"Download http://mattmahoney.net/dc/enwik8.zip and unpack it as {folder}/enwik8.", "100 MB"
-    )
-    path = folder / "enwik8"
-    store.require(source, path)
+    path = ENWIK8.require(folder)["all"]
     data = path.read_bytes()
-    differs = store.complete(path, "bytes", len(data), 100_000_000, partial=partial)
+    differs = store.complete(path, "bytes", len(data), ENWIK8.sizes["all"], partial=partial)
     if not differs and hashlib.md5(data, usedforsecurity=False).hexdigest() != "a1fa5ffddb56f4953e226637dabbb36a":
         raise store.DamagedDataError(f"{path} is damaged: it has the right size but not the published checksum.")
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -87,17 +69,41 @@ def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: i
     return Splits(_cases(train, length), _cases(valid, length, context), _cases(test, length, context), info)
 
 
-def _words(
-    name: str,
-    source: store.Source,
-    paths: dict[str, Path],
-    sizes: dict[str, int],
-    differs: str,
-    partial: bool,
-    length: int,
-    context: int,
-) -> Splits:
-    store.require(source, *paths.values())
+# sizes are in tokens, the ends of lines among them
+WIKITEXT103 = DataSet(
+    "wikitext103",
+    store.Source(
+        "WikiText-103",
+        "Download wikitext-103-v1.zip and unpack it, so that {folder}/wikitext-103/wiki.train.tokens is there.",
+        "540 MB",
+    ),
+    files=lambda folder: {part: folder / "wikitext-103" / f"wiki.{part}.tokens" for part in _PARTS},
+    reader=wikitext103,
+    sizes={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+)
+PTB = DataSet(
+    "ptb",
+    store.Source(
+        "Penn Treebank",
+        "Download simple-examples.tgz of Mikolov's RNNLM and put data/ptb.{train,valid,test}.txt into {folder}/ptb.",
+        "6 MB",
+    ),
+    files=lambda folder: {part: folder / "ptb" / f"ptb.{part}.txt" for part in _PARTS},
+    reader=ptb,
+    sizes={"train": 929_589, "valid": 73_760, "test": 82_430},
+)
+ENWIK8 = DataSet(
+    "enwik8",
+    store.Source("enwik8", "Download http://mattmahoney.net/dc/enwik8.zip and unpack it as {folder}/enwik8.", "100 MB"),
+    files=lambda folder: {"all": folder / "enwik8"},
+    reader=enwik8,
+    sizes={"all": 100_000_000},  # bytes
+)
+RECORDS = (WIKITEXT103, ENWIK8, PTB)
+
+
+def _words(record: DataSet, folder: Path, differs: str, partial: bool, length: int, context: int) -> Splits:
+    paths = record.require(folder)
     counts = Counter(chain.from_iterable(_lines(paths["train"])))
     for word in SPECIAL:
         counts.pop(word, None)
@@ -110,11 +116,11 @@ def _words(
         tokens = array("i", [_END])
         for words in _lines(path):
             tokens.extend([ids.get(word, _UNKNOWN) for word in words])
-        found.append(store.complete(path, "tokens", len(tokens) - 1, sizes[part], partial=partial))
+        found.append(store.complete(path, "tokens", len(tokens) - 1, record.sizes[part], partial=partial))
         flat = torch.frombuffer(tokens, dtype=torch.int32)
         parts.append(_cases(flat, length, None if part == "train" else context, vocabulary))
     info = DataInfo(
-        name,
+        record.name,
         store.checksum(paths.values()),
         # tensor cores like multiples of 8, and so did the published vocabulary
         vocab_size=-(-len(vocabulary) // 8) * 8,
@@ -136,7 +142,7 @@ def _lines(path: Path) -> Iterator[list[str]]:
             raise store.DamagedDataError(f"{path} is damaged: {error}") from error
 
 
-def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> Language:
+def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> TextCases:
     """Cuts tokens into cases; None as context is for training, where a shorter last case is dropped."""
     if not 0 <= (context or 0) < length:
         raise ValueError(f"context must be from 0 to length - 1 = {length - 1}, got {context}.")
@@ -146,6 +152,6 @@ def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: li
     if context is None and len(ends) > 1 and ends[-1] - firsts[-1] <= length:
         firsts, ends = firsts[:-1], ends[:-1]
     if not context:
-        return Language(vocabulary, tokens=Rows(flat, firsts, ends))
+        return TextCases(vocabulary, tokens=FlatSequences(flat, firsts, ends))
     starts = (firsts - context).clamp(min=0)
-    return Language(vocabulary, tokens=Rows(flat, starts, ends), context=firsts - starts)
+    return TextCases(vocabulary, tokens=FlatSequences(flat, starts, ends), context=firsts - starts)

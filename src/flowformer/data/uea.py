@@ -9,14 +9,16 @@ Shapes: N steps, C channels.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..ops.variant import nearest
+from .._utils import suggestion
 from . import store
 from .splits import Columns, DataInfo, Splits
+from .store import DataSet
 
 # the ten sets of the paper: training and test cases
 SIZES = {
@@ -33,16 +35,14 @@ SIZES = {
 }
 
 
-def load(
-    name: str, folder: Path, *, partial: bool = False, bundled: bool = True, max_length: int | None = None
-) -> Splits:
+def load(name: str, folder: Path, *, partial: bool = False, max_length: int | None = None) -> Splits:
     """A set of the archive, from folder/uea/<name>/<name>_{TRAIN,TEST}.ts or from the few that aeon brings along.
 
     Args:
-        bundled: whether those that aeon brings along will do.
         max_length: longer series are cut; None cuts test series at the longest training series, as the paper's code.
     """
-    paths = _paths(name, folder, bundled)
+    published = record(name)
+    paths = list(published.require(folder).values())
     (train, train_labels, classes), (test, test_labels, test_classes) = map(_read, paths)
     if classes != test_classes or train[0].shape[1] != test[0].shape[1]:
         raise store.DamagedDataError(
@@ -50,8 +50,8 @@ def load(
             f"{test[0].shape[1]} channels and classes {test_classes}. They do not belong together."
         )
     differs = [
-        store.complete(path, "cases", len(cases), published, partial=partial)
-        for path, cases, published in zip(paths, (train, test), SIZES.get(name, (None, None)), strict=True)
+        store.complete(path, "cases", len(cases), count, partial=partial)
+        for path, cases, count in zip(paths, (train, test), published.sizes.values(), strict=True)
     ]
     rows = np.concatenate(train)
     mean, deviation = rows.mean(0), rows.std(0, ddof=1) + np.finfo(float).eps
@@ -72,21 +72,38 @@ def load(
     return Splits(cases(train, train_labels), None, cases(test, test_labels), info)
 
 
-def _paths(name: str, folder: Path, bundled: bool) -> list[Path]:
-    files = [f"{name}_{part}.ts" for part in ("TRAIN", "TEST")]
-    local = folder / "uea" / name
-    spec = importlib.util.find_spec("aeon") if bundled and not local.exists() else None
-    if spec is not None and spec.origin is not None:
-        brought = Path(spec.origin).parent / "datasets" / "data" / name
-        if all((brought / file).exists() for file in files):
-            return [brought / file for file in files]
-    source = store.Source(
-        f"UEA {name}{'' if name in SIZES else nearest(name, SIZES)}",
-        f"Download https://www.timeseriesclassification.com/aeon-toolkit/{name}.zip and unpack it into {local}.",
-        "1 MB to 1 GB",
+def record(name: str) -> DataSet:
+    """A set of the archive, of the paper or not."""
+    sizes = SIZES.get(name, (None, None))
+    return DataSet(
+        f"uea/{name}",
+        store.Source(
+            f"UEA {name}{'' if name in SIZES else suggestion(name, SIZES)}",
+            f"Download https://www.timeseriesclassification.com/aeon-toolkit/{name}.zip and unpack it into "
+            f"{{folder}}/uea/{name}.",
+            "1 MB to 1 GB",
+        ),
+        files=partial(_files, name),
+        reader=partial(load, name),
+        sizes={"TRAIN": sizes[0], "TEST": sizes[1]},
     )
-    store.require(source, *(local / file for file in files))
-    return [local / file for file in files]
+
+
+def _files(name: str, folder: Path) -> dict[str, Path]:
+    """In folder/uea, else among the few sets that aeon brings along."""
+    local = folder / "uea" / name
+    # a folder that the user named and that is not there is a slip, which aeon's copy would hide
+    mistyped = folder != store.root() and not folder.is_dir()
+    spec = None if local.exists() or mistyped else importlib.util.find_spec("aeon")
+    if spec is not None and spec.origin is not None:
+        bundled = _parts(Path(spec.origin).parent / "datasets" / "data" / name, name)
+        if all(path.exists() for path in bundled.values()):
+            return bundled
+    return _parts(local, name)
+
+
+def _parts(home: Path, name: str) -> dict[str, Path]:
+    return {part: home / f"{name}_{part}.ts" for part in ("TRAIN", "TEST")}
 
 
 def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
@@ -128,3 +145,6 @@ def _filled(series: np.ndarray) -> np.ndarray:
         elif missing.any():
             channel[missing] = np.interp(steps[missing], steps[~missing], channel[~missing])
     return series
+
+
+RECORDS = tuple(map(record, SIZES))

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .._utils import optional_import
 from . import store
 from .splits import DataInfo, Item, Splits
+from .store import DataSet
 
 _CIFAR_MEAN = torch.tensor([0.4914, 0.4822, 0.4465])[:, None, None]
 _CIFAR_STD = torch.tensor([0.2470, 0.2435, 0.2616])[:, None, None]
-_IMAGENET_SIZES = {"train": 1_281_167, "val": 50_000}
+_CIFAR_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
 
 class Cifar10(NamedTuple):
@@ -60,7 +62,7 @@ class FolderImages(Dataset[Item]):
     """
 
     def __init__(self, root: Path, transform: Any) -> None:
-        self.reader = store.extra("timm.data.readers", "timm").create_reader("", str(root))
+        self.reader = optional_import("timm.data.readers", "timm").create_reader("", str(root))
         self.transform = transform
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class FolderImages(Dataset[Item]):
         file, label = self.reader[index]
         with file:
             try:
-                image = store.extra("PIL.Image", "train").open(file).convert("RGB")
+                image = optional_import("PIL.Image", "train").open(file).convert("RGB")
             except (OSError, SyntaxError) as error:
                 raise store.DamagedDataError(f"{file.name} is damaged: {error}") from error
         return {"image": self.transform(image), "label": torch.tensor(label)}
@@ -89,17 +91,10 @@ def cifar10(folder: Path, *, partial: bool = False, augment: bool = True) -> Spl
 
 def read_cifar10(folder: Path, *, partial: bool = False) -> Cifar10:
     """The python version of CIFAR-10, from folder/cifar-10-batches-py."""
-    source = store.Source(
-        "CIFAR-10",
-        f"Download https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz and unpack it in {folder}.",
-        "180 MB",
-    )
-    files = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    paths = [folder / "cifar-10-batches-py" / file for file in files]
-    store.require(source, *paths)
+    paths = list(CIFAR10.require(folder).values())
     batches = [_batch(path) for path in paths]
     differs = [
-        store.complete(path, "images", len(labels), 10_000, partial=partial)
+        store.complete(path, "images", len(labels), CIFAR10.sizes[path.name], partial=partial)
         for path, (_, labels) in zip(paths, batches, strict=True)
     ]
     images, labels = (torch.cat(part) for part in zip(*batches[:5], strict=True))
@@ -153,15 +148,8 @@ def imagenet(
         augment: random augmentation and colour jitter; False has random crops and reflections alone.
         erase: how often a random rectangle of a training image becomes noise; DeiT has 0.25.
     """
-    roots = {part: folder / "imagenet" / part for part in _IMAGENET_SIZES}
-    source = store.Source(
-        "ImageNet-1K",
-        "Register at https://image-net.org, download ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, and unpack "
-        f"them into one folder per class, {folder}/imagenet/train/n01440764/*.JPEG and likewise for val.",
-        "150 GB",
-    )
-    store.require(source, *roots.values())
-    timm = store.extra("timm.data", "timm")
+    roots = IMAGENET.require(folder)
+    timm = optional_import("timm.data", "timm")
     common = {"input_size": size, "interpolation": "bicubic"}
     train = FolderImages(
         roots["train"],
@@ -182,7 +170,7 @@ def imagenet(
             "are not the same. Images must lie in one folder per class, in both."
         )
     differs = [
-        store.complete(roots[part], "images", len(images), _IMAGENET_SIZES[part], partial=partial)
+        store.complete(roots[part], "images", len(images), IMAGENET.sizes[part], partial=partial)
         for part, images in (("train", train), ("val", test))
     ]
     digest = hashlib.sha256()
@@ -198,3 +186,29 @@ def imagenet(
         differs=store.notes(*differs),
     )
     return Splits(train, None, test, info)
+
+
+CIFAR10 = DataSet(
+    "cifar10",
+    store.Source(
+        "CIFAR-10",
+        "Download https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz and unpack it in {folder}.",
+        "180 MB",
+    ),
+    files=lambda folder: {file: folder / "cifar-10-batches-py" / file for file in _CIFAR_FILES},
+    reader=cifar10,
+    sizes=dict.fromkeys(_CIFAR_FILES, 10_000),
+)
+IMAGENET = DataSet(
+    "imagenet",
+    store.Source(
+        "ImageNet-1K",
+        "Register at https://image-net.org, download ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, and unpack "
+        "them into one folder per class, {folder}/imagenet/train/n01440764/*.JPEG and likewise for val.",
+        "150 GB",
+    ),
+    files=lambda folder: {part: folder / "imagenet" / part for part in ("train", "val")},
+    reader=imagenet,
+    sizes={"train": 1_281_167, "val": 50_000},
+)
+RECORDS = (CIFAR10, IMAGENET)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from numbers import Integral
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from .._utils import check_positive
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
@@ -32,14 +33,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Series = list[Tensor]  # each (N, C)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NetworkEstimator:
-    """What estimators with a network share: standardised series go in, computed where, with what seed and on as many
-    threads as the parameters `device`, `random_state`, `n_jobs` and `batch_size` of the estimator say.
+    """What estimators with a network share: standardised series, the device, random numbers and threads.
+
+    Estimators are dataclasses: their fields are the parameters that scikit-learn reads off the signature of `__init__`.
     """
 
-    device: str
-    n_jobs: int | None
-    batch_size: int
+    batch_size: int = 16
+    learning_rate: float = 1e-3
+    device: str = "auto"
+    n_jobs: int | None = 1
+    random_state: int | np.random.RandomState | None = None
+    verbose: bool = False
     _tags: ClassVar[dict[str, Any]] = {
         "X_inner_type": ["np-list", "numpy3D"],
         "capability:multivariate": True,
@@ -48,6 +54,9 @@ class NetworkEstimator:
         "algorithm_type": "deeplearning",
         "python_dependencies": "torch",
     }
+
+    def __post_init__(self) -> None:
+        super().__init__()  # aeon's, which comes after this class
 
     def _prepare(self, X: Iterable[np.ndarray]) -> Series:
         """The training series, standardised; from here on all are standardised like them."""
@@ -102,61 +111,29 @@ class NetworkEstimator:
             ) from error
         return device
 
-    def _check(self, *positive: str) -> None:
-        for name in positive:
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class TrainedEstimator(NetworkEstimator):
+    """What estimators share that train one network from end to end."""
 
-class _FlowformerEstimator(NetworkEstimator):
-    """What both estimators share: parameters and training."""
+    embed_dim: int = 64
+    num_layers: int = 2
+    dropout: float = 0.1
+    n_epochs: int = 50
+    weight_decay: float = 1e-2
+    early_stopping: bool = False
+    validation_fraction: float = 0.1
+    patience: int = 20
 
-    def __init__(
-        self,
-        *,
-        embed_dim: int = 64,
-        num_layers: int = 2,
-        num_heads: int = 8,
-        mlp_dim: int | None = None,
-        dropout: float = 0.1,
-        attention: str = "flow",
-        n_epochs: int = 50,
-        batch_size: int = 16,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 1e-2,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        patience: int = 20,
-        device: str = "auto",
-        n_jobs: int | None = 1,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.embed_dim = embed_dim
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.mlp_dim = mlp_dim
-        self.dropout = dropout
-        self.attention = attention
-        self.n_epochs = n_epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.patience = patience
-        self.device = device
-        self.n_jobs = n_jobs
-        self.random_state = random_state
-        self.verbose = verbose
-        super().__init__()
+    @property
+    def _sizes(self) -> tuple[str, ...]:
+        """The parameters that must be positive whole numbers."""
+        return "embed_dim", "num_layers", "n_epochs", "batch_size", "patience"
 
     def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
         """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
-        self._check("embed_dim", "num_layers", "num_heads", "n_epochs", "batch_size", "patience")
-        if self.mlp_dim is not None:
-            self._check("mlp_dim")
+        for name in self._sizes:
+            check_positive(**{name: getattr(self, name)})
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
         series = self._prepare(X)
@@ -168,22 +145,8 @@ class _FlowformerEstimator(NetworkEstimator):
         self._keep(model)
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
-        """What is trained: takes (B, N, C) and a mask (B, N) or None, and gives (B, num_outputs)."""
-        config = TimeSeriesConfig(
-            num_features=num_features,
-            num_classes=num_outputs,
-            max_length=max_length,
-            embed_dim=self.embed_dim,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            mlp_dim=4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim,
-            dropout=self.dropout,
-            # these two take series longer than any seen in training
-            head="mean",
-            positions="sinusoidal",
-            attention=self.attention,
-        )
-        return FlowformerTimeSeries(config)
+        """The network to train: takes (B, N, C) and a mask (B, N) or None, and gives (B, num_outputs)."""
+        raise NotImplementedError
 
     def _optimise(self, model: nn.Module, series: Series, target: Tensor, loss: Loss, held_out: Tensor) -> None:
         """Run the epochs; with early stopping, leave the model as it was when the held-out loss was lowest."""
@@ -240,6 +203,36 @@ class _FlowformerEstimator(NetworkEstimator):
                 )
         return held_out
 
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _FlowNetwork(TrainedEstimator):
+    """An estimator whose network is `FlowformerTimeSeries`."""
+
+    num_heads: int = 8
+    mlp_dim: int | None = None
+    attention: str = "flow"
+
+    @property
+    def _sizes(self) -> tuple[str, ...]:
+        return (*super()._sizes, "num_heads", *(() if self.mlp_dim is None else ("mlp_dim",)))
+
+    def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
+        config = TimeSeriesConfig(
+            num_features=num_features,
+            num_classes=num_outputs,
+            max_length=max_length,
+            embed_dim=self.embed_dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            mlp_dim=4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim,
+            dropout=self.dropout,
+            # these two take series longer than any seen in training
+            head="mean",
+            positions="sinusoidal",
+            attention=self.attention,
+        )
+        return FlowformerTimeSeries(config)
+
     @classmethod
     def _get_test_params(cls, parameter_set: str = "default") -> list[dict[str, Any]]:
         """What aeon's checks build the estimator with."""
@@ -247,7 +240,32 @@ class _FlowformerEstimator(NetworkEstimator):
         return [small, {**small, "early_stopping": True, "validation_fraction": 0.3, "patience": 1}]
 
 
-class FlowformerClassifier(_FlowformerEstimator, BaseClassifier):
+@dataclass(kw_only=True, eq=False, repr=False)
+class NetworkClassifier(TrainedEstimator, BaseClassifier):
+    """What classifiers share that train a network by cross-entropy."""
+
+    class_weight: str | dict | None = None
+
+    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> Self:
+        labels = np.searchsorted(self.classes_, y)
+        weight = torch.from_numpy(compute_class_weight(self.class_weight, classes=self.classes_, y=y)).float()
+
+        def loss(scores: Tensor, target: Tensor) -> Tensor:
+            # over the number of cases, not their weight: a batch of weight 0 has no mean
+            return F.cross_entropy(scores, target, weight.to(scores.device), reduction="sum") / len(target)
+
+        self._train(X, torch.from_numpy(labels), labels, self.n_classes_, loss)
+        return self
+
+    def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
+        return self.classes_[self._predict_outputs(X).argmax(1).numpy()]
+
+    def _predict_proba(self, X: Iterable[np.ndarray]) -> np.ndarray:
+        return self._predict_outputs(X).softmax(1).numpy()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class FlowformerTimeSeriesClassifier(_FlowNetwork, NetworkClassifier):
     """Classifies time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
     Series may have any number of channels and lengths that differ, also from those seen in training. Channels are
@@ -273,90 +291,32 @@ class FlowformerClassifier(_FlowformerEstimator, BaseClassifier):
 
     >>> import numpy as np
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
-    >>> classifier = FlowformerClassifier(embed_dim=16, n_epochs=1).fit(series, np.array(["a", "b", "a", "b"]))
-    >>> classifier.predict_proba(series).shape
+    >>> classifier = FlowformerTimeSeriesClassifier(embed_dim=16, n_epochs=1)
+    >>> classifier.fit(series, np.array(["a", "b", "a", "b"])).predict_proba(series).shape
     (4, 2)
     """
 
-    def __init__(
-        self,
-        *,
-        embed_dim: int = 64,
-        num_layers: int = 2,
-        num_heads: int = 8,
-        mlp_dim: int | None = None,
-        dropout: float = 0.1,
-        attention: str = "flow",
-        n_epochs: int = 50,
-        batch_size: int = 16,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 1e-2,
-        class_weight: str | dict | None = None,
-        early_stopping: bool = False,
-        validation_fraction: float = 0.1,
-        patience: int = 20,
-        device: str = "auto",
-        n_jobs: int | None = 1,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.class_weight = class_weight
-        super().__init__(
-            embed_dim=embed_dim,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            mlp_dim=mlp_dim,
-            dropout=dropout,
-            attention=attention,
-            n_epochs=n_epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            patience=patience,
-            device=device,
-            n_jobs=n_jobs,
-            random_state=random_state,
-            verbose=verbose,
-        )
 
-    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> FlowformerClassifier:
-        labels = np.searchsorted(self.classes_, y)
-        weight = torch.from_numpy(compute_class_weight(self.class_weight, classes=self.classes_, y=y)).float()
-
-        def loss(scores: Tensor, target: Tensor) -> Tensor:
-            # over the number of cases, not their weight: a batch of weight 0 has no mean
-            return F.cross_entropy(scores, target, weight.to(scores.device), reduction="sum") / len(target)
-
-        self._train(X, torch.from_numpy(labels), labels, self.n_classes_, loss)
-        return self
-
-    def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
-        return self.classes_[self._predict_outputs(X).argmax(1).numpy()]
-
-    def _predict_proba(self, X: Iterable[np.ndarray]) -> np.ndarray:
-        return self._predict_outputs(X).softmax(1).numpy()
-
-
-class FlowformerRegressor(_FlowformerEstimator, BaseRegressor):
+@dataclass(kw_only=True, eq=False, repr=False)
+class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
     """Predicts a number from a time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
     Series may have any number of channels and lengths that differ, also from those seen in training. Channels and
     target are standardised by the training data; the loss is the mean squared error.
 
-    Args: as for `FlowformerClassifier`, without class_weight.
+    Args: as for `FlowformerTimeSeriesClassifier`, without class_weight.
 
-    Attributes after `fit`: as for `FlowformerClassifier`, without the classes, and `target_mean_`, `target_scale_`.
+    Attributes after `fit`: as for `FlowformerTimeSeriesClassifier`, but `target_mean_` and `target_scale_` in place of
+    the classes.
 
     >>> import numpy as np
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
-    >>> regressor = FlowformerRegressor(embed_dim=16, n_epochs=1).fit(series, np.array([0.5, 1.0, 2.0, 4.0]))
+    >>> regressor = FlowformerTimeSeriesRegressor(embed_dim=16, n_epochs=1).fit(series, np.array([0.5, 1.0, 2.0, 4.0]))
     >>> regressor.predict(series).shape
     (4,)
     """
 
-    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> FlowformerRegressor:
+    def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> Self:
         self.target_mean_, self.target_scale_ = _moments(y)
         target = torch.from_numpy((y - self.target_mean_) / self.target_scale_).float()
         self._train(X, target[:, None], np.zeros(len(y)), 1, F.mse_loss)
@@ -364,6 +324,10 @@ class FlowformerRegressor(_FlowformerEstimator, BaseRegressor):
 
     def _predict(self, X: Iterable[np.ndarray]) -> np.ndarray:
         return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
+
+
+# the names of earlier versions; `flowformer.models.FlowformerClassifier` is another class
+FlowformerClassifier, FlowformerRegressor = FlowformerTimeSeriesClassifier, FlowformerTimeSeriesRegressor
 
 
 def _check_finite(cases: Iterable[np.ndarray]) -> None:

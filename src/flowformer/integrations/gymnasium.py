@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
+from ..data.environments import environment_of
 from ..data.offline_rl import RETURN_SCALE, Episode, read_d4rl
 from ..models.decision import FlowformerDecision, RecurrentRollout, WindowRollout
 
@@ -26,13 +28,6 @@ try:
     from gymnasium.wrappers import Autoreset
 except Exception as error:  # a broken package may raise anything
     raise ImportError("flowformer.integrations.gymnasium needs gymnasium: pip install 'flowformer[rl]'.") from error
-
-# D4RL's returns of a random and of an expert policy, which score 0 and 100
-REFERENCE_RETURNS = {
-    "hopper": (-20.272305, 3234.3),
-    "halfcheetah": (-280.178953, 12135.0),
-    "walker2d": (1.629008, 4592.3),
-}
 
 
 class DecisionPolicy:
@@ -175,8 +170,7 @@ def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, se
         envs: one environment, or a vector of them of any autoreset mode; left open, in the midst of some episode.
         seed: environment i is seeded with seed + i.
     """
-    if episodes < 1:
-        raise ValueError(f"episodes must be positive, got {episodes}.")
+    check_positive(episodes=episodes)
     training = policy.model.training
     policy.model.eval()
     try:
@@ -218,14 +212,8 @@ def normalised_score(environment: str, returns: np.ndarray) -> np.ndarray:
     >>> normalised_score("Hopper-v5", np.array([3234.3]))
     array([100.])
     """
-    name = environment.rpartition("/")[2].partition("-")[0].lower()
-    if name not in REFERENCE_RETURNS:
-        raise ValueError(
-            f"there are no reference returns for {environment!r}; accepted: any version of "
-            f"{', '.join(REFERENCE_RETURNS)}. For a minari dataset with its own, use minari.get_normalized_score."
-        )
-    random, expert = REFERENCE_RETURNS[name]
-    return 100 * (returns - random) / (expert - random)
+    known = environment_of(environment)
+    return 100 * (returns - known.random_return) / (known.expert_return - known.random_return)
 
 
 class Trajectory(NamedTuple):

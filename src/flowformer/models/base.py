@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .._utils import optional_import, suggestion, write_atomically
 from ..nn import record_maps
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import nearest
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,8 +41,8 @@ class FlowModel(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        _safetensors().save_model(self, str(folder / WEIGHTS_FILE))
+        write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        optional_import("safetensors.torch", "hf").save_model(self, str(folder / WEIGHTS_FILE))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
@@ -55,12 +55,13 @@ class FlowModel(nn.Module):
         saved = fields.pop("model", None)
         if saved != cls.__name__:
             raise ValueError(f"{folder} holds a {saved}, not a {cls.__name__}. Load it with {saved}.from_pretrained.")
-        weights = _safetensors().load_file(str(folder / WEIGHTS_FILE), device=str(device))
+        safetensors = optional_import("safetensors.torch", "hf")
+        weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(device))
         dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
         model = cls(config_from(cls.config_class, fields)).to(device)
         if len(dtypes) == 1:
             model.to(dtypes.pop())
-        _safetensors().load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
+        safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
         return model.eval()
 
     def num_parameters(self, *, trainable: bool = False) -> int:
@@ -92,19 +93,13 @@ def options_with_dropout(config: Any) -> dict[str, Any]:
     return {"weight_dropout": dropout, **config.attention_options}
 
 
-def check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}.")
-
-
 def config_from(config_class: type, fields: dict[str, Any]) -> Any:
     """A config from plain values, as JSON holds them; an unknown name is an error that says the nearest right one."""
     known = {field.name: field for field in dataclasses.fields(config_class)}
     for name in fields:
         if name not in known:
             raise ValueError(
-                f"{config_class.__name__} has no {name!r}{nearest(name, known)}; accepted: {', '.join(known)}."
+                f"{config_class.__name__} has no {name!r}{suggestion(name, known)}; accepted: {', '.join(known)}."
             )
     values: dict[str, Any] = {}
     for name, value in fields.items():
@@ -112,11 +107,3 @@ def config_from(config_class: type, fields: dict[str, Any]) -> Any:
             value = FlowVariant(**value)
         values[name] = tuple(value) if isinstance(value, list) else value
     return config_class(**values)
-
-
-def _safetensors():
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("saving and loading models needs safetensors: pip install 'flowformer[hf]'.") from error
-    return safetensors.torch

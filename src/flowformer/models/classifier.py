@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..nn.attention import is_flow
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import check_choices
-from .base import FlowModel, check_positive, options_with_dropout
+from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
 WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
@@ -69,8 +69,8 @@ class ClassifierConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_classes", "max_length", "embed_dim", "mlp_dim", "num_layers", "num_heads")
-        check_positive(self, *sizes)
-        check_choices(self, {"positions": get_args(Positions), "pooling": get_args(Pooling)})
+        check_positive(**{name: getattr(self, name) for name in sizes})
+        check_literals(self)
         if self.inner_dim < 1 or self.inner_dim % self.num_heads:
             raise ValueError(
                 f"the inner width of the attention, {self.inner_dim}, is not a positive multiple of num_heads "
@@ -121,13 +121,13 @@ class SequenceEncoder(FlowModel):
     """What both classifiers share: tokens become one vector a sequence, and a head of `head_dims` maps vectors on.
 
     Attributes:
-        pack: whether batches with much padding are computed without it. Shapes then differ from batch to batch; set it
-            to False where they must not, as in a CUDA graph.
+        pack: whether batches with much padding are computed without it, which saves memory. Shapes then differ from
+            batch to batch, which a CUDA graph does not allow.
     """
 
     config_class = ClassifierConfig
     config: ClassifierConfig
-    pack = True
+    pack = False
 
     def __init__(self, config: ClassifierConfig, head_dims: tuple[int, ...]) -> None:
         super().__init__(config)
@@ -205,17 +205,17 @@ class SequenceEncoder(FlowModel):
         return not fixed and is_flow(self.config.attention) and self.config.pooling != "mean"
 
     def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:
-        """`encode` without the padding: the sequences lie one after another, as a jagged tensor."""
+        """`encode` without the padding: the sequences lie one after another."""
         # rounded up, so that kernels meet few shapes; what lies behind the last sequence is in none
         size, longest = (-(-n // unit) * unit for n, unit in ((count, 2048), (mask.shape[1], 512)))
         index = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
         positions = token_positions(mask).flatten()[index]
-        x = self._embed(tokens.flatten()[index][None], positions[None])[0]
-        offsets = F.pad(lengths.cumsum(0), (1, 0))
-        x = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=1, max_seqlen=longest)
+        x = self._embed(tokens.flatten()[index][None], positions[None])  # (1, T, W)
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
         for layer in self.layers:
-            x = self._layer(layer, x)
-        return self.norm(x).values()[offsets[:-1]]
+            x = self._layer(layer, x, cu_seqlens=cu_seqlens, max_seqlen=longest)
+        # the first token of each sequence is what is pooled
+        return self.norm(x[0, cu_seqlens[:-1]])
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x = self.embedding(tokens)  # (B, N, W)

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from .._utils import check_choice, optional_import
 from ..ops.torch import op  # noqa: F401, registers the operators
 
 # what linear maps and convolutions come down to; products between tokens have a batch of matrices on either side
 _LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
-# the rivals of the paper's vision table and their names in timm: the sizes printed for ViT are those at 384 × 384
-VISION_RIVALS = {
+# the Transformers of the paper's vision table and their names in timm: the sizes printed for ViT are those at 384 × 384
+TIMM_MODELS = {
     "vit-b": "vit_base_patch16_384",
     "vit-l": "vit_large_patch16_384",
     "deit-s": "deit_small_patch16_224",
@@ -73,24 +74,23 @@ def count(model: nn.Module, *inputs: Tensor) -> Counts:
     return Counts(parameters, layers, counter.get_total_flops() // 2 - layers)
 
 
-def count_rival(name: str) -> Counts:
-    """The numbers of a rival of the paper's vision table: timm's model, for one image of its size.
+def count_timm(name: str) -> Counts:
+    """The numbers of a Transformer of the paper's vision table: timm's model, for one image of its size.
 
     Args:
         name: "vit-b", "vit-l" or "deit-s".
 
-    >>> print(count_rival("deit-s"))
+    >>> print(count_timm("deit-s"))
     22.05 M parameters, 4598.9 M multiply-adds, 357.7 M of them in attention
     """
-    if name not in VISION_RIVALS:
-        raise ValueError(f"unknown rival {name!r}; accepted: {', '.join(VISION_RIVALS)}.")
-    try:
-        import timm
-    except ImportError as error:
-        raise ImportError("the rivals of the vision table are timm's: pip install 'flowformer[timm]'.") from error
+    check_choice("model", name, TIMM_MODELS)
+    timm = optional_import("timm", "timm")
     with torch.device("meta"):
-        model: Any = timm.create_model(VISION_RIVALS[name])
+        model: Any = timm.create_model(TIMM_MODELS[name])
     return count(model, torch.empty(1, *model.pretrained_cfg["input_size"]))
+
+
+count_rival = count_timm  # the name of earlier versions
 
 
 def _flow_attention(query, key, value, *_, **__) -> int:

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, is_flow, token_positions
 from ..ops import FlowState, FlowVariant
-from .base import FlowModel, check_positive, options_with_dropout
+from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
 
@@ -62,7 +63,8 @@ class DecisionConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        check_positive(self, "state_dim", "action_dim", "num_layers", "window", "max_timestep")
+        sizes = ("state_dim", "action_dim", "num_layers", "window", "max_timestep")
+        check_positive(**{name: getattr(self, name) for name in sizes})
 
 
 # the environments of D4RL's Gym tasks

@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .._utils import check_literals, check_positive
 from ..nn import (
     FairseqPositions,
     FlowDecoder,
@@ -26,8 +27,7 @@ from ..nn import (
     token_positions,
 )
 from ..ops import FlowState, FlowVariant
-from ..ops.variant import check_choices
-from .base import FlowModel, check_positive
+from .base import FlowModel
 
 _DEFAULT = FlowVariant()
 IGNORED = -100  # as a target: not scored
@@ -36,11 +36,6 @@ LOGITS_AT_ONCE = 2**27  # a loss over the vocabulary of WikiText-103 would other
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Positions = Literal["sinusoidal", "fairseq", "learned"]
 Initialisation = Literal["fairseq", "gpt"]
-_CHOICES = {
-    "activation": get_args(Activation),
-    "positions": get_args(Positions),
-    "initialisation": get_args(Initialisation),
-}
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
@@ -85,8 +80,8 @@ class LMConfig:
     variant: FlowVariant = _DEFAULT
 
     def __post_init__(self) -> None:
-        check_choices(self, _CHOICES)
-        check_positive(self, "vocab_size", "num_layers")
+        check_literals(self)
+        check_positive(vocab_size=self.vocab_size, num_layers=self.num_layers)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("learned positions need max_length, the longest sequence; sinusoidal ones do not.")
 
@@ -283,8 +278,7 @@ class FlowformerLM(FlowModel):
                 f"{self.config.attention} attention has no state to continue from: each token takes a run over the "
                 'whole prefix. Pass recompute=True to do that, or use attention="flow".'
             )
-        if max_new_tokens < 1 or (prefill is not None and prefill < 1):
-            raise ValueError(f"max_new_tokens and prefill must be positive, got {max_new_tokens} and {prefill}.")
+        check_positive(max_new_tokens=max_new_tokens, prefill=1 if prefill is None else prefill)
         _check_sampling(temperature, top_k, top_p)
         prompt, mask = pad_left(prompt, prompt_mask)
         if prompt.shape[1] == 0 or (mask is not None and not mask[:, -1].all()):
@@ -311,23 +305,46 @@ class FlowformerLM(FlowModel):
             else:
                 x, states = self._hidden(token[:, None], None, states)
 
+    def run_layers(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        states: Sequence[FlowState] | None = None,
+        inputs: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[FlowState] | None]:
+        """All that comes between the embedding and the head.
+
+        Args:
+            x: (B, N, W), embedded tokens.
+            mask, states: as for `forward`.
+            positions: (B, N); None counts the tokens of each sequence, after those that the states have seen.
+            inputs: gets the input of each layer appended, (B, N, W).
+
+        Returns: what the head reads, (B, N, W), and with states the states after the last token.
+        """
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.embed_dim)
+        if positions is None and (mask is not None or states is not None):
+            present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            positions = token_positions(present, None if states is None else states[0].count.to(x.device))
+        x = self.dropout(self.positions(x, positions))
+        new_states: list[FlowState] = []
+        for i, layer in enumerate(self.decoder.layers):
+            if inputs is not None:
+                inputs.append(x)
+            if states is None:
+                x = self._layer(layer, x, mask=mask)
+            else:
+                x, state = layer(x, mask=mask, state=states[i])
+                new_states.append(state)
+        return self.norm(x), None if states is None else new_states
+
     def _hidden(self, tokens: Tensor, mask: Tensor | None, states: Sequence[FlowState] | None):
         """What the head reads, (B, N, W), and with states the new ones."""
         _check_tokens(tokens, mask)
-        x = self.embedding(tokens)
-        if self.config.scale_embedding:
-            x = x * math.sqrt(self.config.embed_dim)
-        positions = None
-        if mask is not None or states is not None:
-            present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-            positions = token_positions(present, None if states is None else states[0].count)
-        x = self.dropout(self.positions(x, positions))
-        if states is None:
-            for layer in self.decoder.layers:
-                x = self._layer(layer, x, mask=mask)
-        else:
-            x, states = self.decoder(x, mask=mask, states=states)
-        return self.norm(x), states
+        return self.run_layers(self.embedding(tokens), mask, states=states)
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)

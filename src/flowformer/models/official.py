@@ -10,14 +10,14 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .._utils import optional_import, suggestion
 from ..nn import FlowAttention
 from ..ops import FlowVariant
-from ..ops.variant import nearest
 from .lm import FlowformerLM, LMConfig
 from .timeseries import FlowformerTimeSeries, TimeSeriesConfig
 from .vision import FlowformerVision, VisionConfig
@@ -41,9 +41,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        content: dict = load_file(path)
+        content: dict = optional_import("safetensors.torch", "hf").load_file(path)
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -63,9 +61,8 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         source["output_layer.weight"].shape[0],
         max_length,
         embed_dim=embed_dim,
-        num_layers=source.count(r"encoder\.attn_layers\.(\d+)\."),
         num_heads=num_heads,
-        mlp_dim=source["encoder.attn_layers.0.conv1.weight"].shape[0],
+        **source.depth_and_mlp("encoder.attn_layers", "conv1"),
         # the release lets attention see the padding
         mask_padding=False,
         variant=FlowVariant.named("timeseries"),
@@ -134,10 +131,9 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
     vocab_size, embed_dim = source["transformer.wte.weight"].shape
     config = LMConfig(
         vocab_size,
-        num_layers=source.count(r"transformer\.h\.(\d+)\."),
         embed_dim=embed_dim,
         num_heads=num_heads,
-        mlp_dim=source["transformer.h.0.mlp.c_fc.weight"].shape[0],
+        **source.depth_and_mlp("transformer.h", "mlp.c_fc"),
         activation="gelu_tanh",
         positions="learned",
         max_length=source["transformer.wpe.weight"].shape[0],
@@ -178,10 +174,9 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
     source = _Source("language", {name: value for name, value in weights.items() if name not in unused})
     config = LMConfig(
         embedding.shape[0],
-        num_layers=source.count(r"decoder\.layers\.(\d+)\."),
         embed_dim=embedding.shape[1],
         num_heads=num_heads,
-        mlp_dim=source["decoder.layers.0.fc1.weight"].shape[0],
+        **source.depth_and_mlp("decoder.layers", "fc1"),
         positions="fairseq",
         tie_embedding=tied,
         variant=FlowVariant.named("language"),
@@ -217,7 +212,7 @@ class _Source:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.weights:
             raise KeyError(
-                f"no {name!r} among the {len(self.weights)} weights{nearest(name, self.weights)}: this is no "
+                f"no {name!r} among the {len(self.weights)} weights{suggestion(name, self.weights)}: this is no "
                 f"checkpoint of the {self.release} release."
             )
         return self.weights[name]
@@ -225,6 +220,16 @@ class _Source:
     def count(self, pattern: str) -> int:
         """How many different numbers stand at the group of the pattern."""
         return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
+
+    def depth_and_mlp(self, layers: str, linear: str) -> dict[str, Any]:
+        """How many layers there are, and the inner width of their feed-forward networks.
+
+        Args:
+            layers: the name of the list of layers.
+            linear: the first map of the feed-forward network, inside a layer.
+        """
+        depth = self.count(rf"{re.escape(layers)}\.(\d+)\.")
+        return {"num_layers": depth, "mlp_dim": self[f"{layers}.0.{linear}.weight"].shape[0]}
 
     def load(
         self,
@@ -245,8 +250,8 @@ class _Source:
         for name, x in ours.items():
             if name not in expected:
                 raise ValueError(
-                    f"{came_from[name]!r} has no place in our {type(model).__name__}{nearest(name, expected)}: this is "
-                    f"no checkpoint of the {self.release} release, or one of another version of it."
+                    f"{came_from[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
+                    f"is no checkpoint of the {self.release} release, or one of another version of it."
                 )
             if x.shape != expected[name].shape:
                 raise ValueError(

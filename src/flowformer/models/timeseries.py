@@ -6,16 +6,16 @@ Shapes: B batch, N steps, C channels (num_features), W width (embed_dim).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
 from ..ops import FlowMaps, FlowVariant
-from ..ops.variant import check_choices
-from .base import FlowModel, check_positive
+from .base import FlowModel
 
 _DEFAULT = FlowVariant()
 Head = Literal["flatten", "mean"]
@@ -58,8 +58,8 @@ class TimeSeriesConfig:
 
     def __post_init__(self) -> None:
         sizes = ("num_features", "num_classes", "max_length", "embed_dim", "num_layers", "num_heads", "mlp_dim")
-        check_positive(self, *sizes)
-        check_choices(self, {"head": get_args(Head), "positions": get_args(Positions)})
+        check_positive(**{name: getattr(self, name) for name in sizes})
+        check_literals(self)
 
 
 # the ten UEA sets of the paper: channels, classes, longest training series

@@ -5,7 +5,7 @@ Shapes: B images of C × Y × X pixels, N tokens (the cells of a grid, row by ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,28 +22,40 @@ EPS = 1e-6  # of every layer norm
 STD = 0.02  # of every weight at the start, but for the convolutions and the scales of a branch
 
 
-def _check_config(config: VisionConfig | DeiTConfig) -> None:
-    sides = _pair(config.image_size)
-    if config.patch_size < 1 or any(side < 1 or side % config.stride for side in sides):
-        raise ValueError(
-            f"image_size must be a positive multiple of the side of a token of the last layer, {config.stride} pixels, "
-            f"got {config.image_size} with patch_size {config.patch_size}."
-        )
-    if not 0 <= config.drop_path < 1:
-        raise ValueError(f"drop_path must be at least 0 and below 1, got {config.drop_path!r}.")
+class _ImageConfig:
+    """What the configs of both models share."""
 
+    image_size: int | tuple[int, int]
+    patch_size: int
+    drop_path: float
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or any(side < 1 or side % self.stride for side in self._sides):
+            raise ValueError(
+                f"image_size must be a positive multiple of the side of a token of the last layer, {self.stride} "
+                f"pixels, got {self.image_size} with patch_size {self.patch_size}."
+            )
+        if not 0 <= self.drop_path < 1:
+            raise ValueError(f"drop_path must be at least 0 and below 1, got {self.drop_path!r}.")
 
+    @property
+    def stride(self) -> int:
+        """Pixels along the side of a token of the last layer: what the sides of an image must be divisible by."""
+        return self.patch_size
 
-def _grid(config: VisionConfig | DeiTConfig) -> tuple[int, int]:
-    rows, columns = _pair(config.image_size)
-    return rows // config.patch_size, columns // config.patch_size
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patches of an image."""
+        rows, columns = self._sides
+        return rows // self.patch_size, columns // self.patch_size
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(_ImageConfig):
     """The four-stage model; the defaults are those of its released training script.
 
     Args:
@@ -80,16 +92,10 @@ class VisionConfig:
             raise ValueError(
                 f"channels and depths must give one number a stage, got {self.channels} and {self.depths}."
             )
-        _check_config(self)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches of an image."""
-        return _grid(self)
+        super().__post_init__()
 
     @property
     def stride(self) -> int:
-        """Pixels along the side of a token of the last stage: what the sides of an image must be divisible by."""
         return self.patch_size * 2 ** (len(self.channels) - 1)
 
     @property
@@ -99,7 +105,7 @@ class VisionConfig:
 
 
 @dataclass(frozen=True)
-class DeiTConfig:
+class DeiTConfig(_ImageConfig):
     """DeiT with a class token and without distillation; the defaults are DeiT-S.
 
     Args: as for `VisionConfig`, with one width `embed_dim` and `depth` layers, whose branches are not scaled.
@@ -118,19 +124,6 @@ class DeiTConfig:
     attention: str = "flow"
     attention_options: dict[str, Any] = field(default_factory=dict)
     variant: FlowVariant = _DEFAULT
-
-    def __post_init__(self) -> None:
-        _check_config(self)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches of an image."""
-        return _grid(self)
-
-    @property
-    def stride(self) -> int:
-        """Pixels along the side of a token: what the sides of an image must be divisible by."""
-        return self.patch_size
 
     @property
     def width(self) -> int:
@@ -270,7 +263,7 @@ class VisionLayer(nn.Module):
         return x + self.drop_path(branch if self.layer_scale is None else self.layer_scale * branch)
 
 
-class _ImageClassifier(FlowModel):
+class ImageClassifier(FlowModel):
     """What the classifiers share: the images become features, which a linear map classifies."""
 
     def __init__(self, config: VisionConfig | DeiTConfig) -> None:
@@ -278,6 +271,21 @@ class _ImageClassifier(FlowModel):
         self.norm = nn.LayerNorm(config.width, eps=EPS)
         self.head = nn.Linear(config.width, config.num_classes)
         _initialise(self.head)
+
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
+        """The tokens before the last norm, and those after some of the stages; a DeiT has a stage for each layer.
+
+        Args:
+            images: as for `forward`.
+            taken: the numbers of the stages to return, counted from 0.
+            last: the stage to stop after; None runs all.
+
+        Returns: the tokens (B, N, W), with the class token where there is one; and, for each stage taken, its tokens
+        and the rows and columns of their grid.
+        """
+        raise NotImplementedError
 
     def features(self, images: Tensor) -> Tensor:
         """What the head classifies, (B, W)."""
@@ -302,7 +310,7 @@ class _ImageClassifier(FlowModel):
             )
 
 
-class FlowformerVision(_ImageClassifier):
+class FlowformerVision(ImageClassifier):
     """The paper's hierarchical classifier: layers on ever coarser grids of tokens, whose mean is classified.
 
     >>> model = FlowformerVision(PRESETS["cifar"])
@@ -341,10 +349,11 @@ class FlowformerVision(_ImageClassifier):
             self.stages.append(nn.ModuleList(layers))
             before, patch, rows, columns = width, 2, rows // 2, columns // 2
 
-    def features(self, images: Tensor) -> Tensor:
-        """The mean of the tokens of the last stage, (B, W)."""
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
-        x = images
+        x, kept = images, []
         for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
             x = patch_embed(x)
             grid = x.shape[2], x.shape[3]
@@ -352,11 +361,19 @@ class FlowformerVision(_ImageClassifier):
             x = self.positions(x, grid) if i == 0 else x
             for layer in layers.children():
                 x = self._layer(layer, x)
+            if i in taken:
+                kept.append((x, grid))
+            if i in (last, len(self.stages) - 1):
+                break
             x = x.transpose(1, 2).unflatten(2, grid)  # (B, W, rows, columns)
-        return self.norm(x.flatten(2).transpose(1, 2)).mean(1)
+        return x, kept
+
+    def features(self, images: Tensor) -> Tensor:
+        """The mean of the tokens of the last stage, (B, W)."""
+        return self.norm(self.intermediates(images)[0]).mean(1)
 
 
-class FlowformerDeiT(_ImageClassifier):
+class FlowformerDeiT(ImageClassifier):
     """DeiT with Flow-Attention: one grid of patches, and a class token that is classified in the end.
 
     >>> model = FlowformerDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
@@ -389,17 +406,27 @@ class FlowformerDeiT(_ImageClassifier):
             for drop_path in _rising(config.drop_path, config.depth)
         )
 
-    def features(self, images: Tensor) -> Tensor:
-        """The class token after the last layer, (B, W)."""
+    def intermediates(
+        self, images: Tensor, taken: Collection[int] = (), last: int | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
         patches = self.patch_embed(images)
         grid = patches.shape[2], patches.shape[3]
         patches = patches.flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(patches), 1, -1)
         x = self.dropout(self.positions(torch.cat([class_token, patches], 1), grid))  # (B, 1 + N, W)
-        for layer in self.layers:
+        kept = []
+        for i, layer in enumerate(self.layers):
             x = self._layer(layer, x)
-        return self.norm(x[:, 0])
+            if i in taken:
+                kept.append((x, grid))
+            if i == last:
+                break
+        return x, kept
+
+    def features(self, images: Tensor) -> Tensor:
+        """The class token after the last layer, (B, W)."""
+        return self.norm(self.intermediates(images)[0][:, 0])
 
 
 def _rising(rate: float, depth: int) -> list[float]:

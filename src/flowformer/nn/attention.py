@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import FlowMaps, FlowState, FlowVariant, checks, flow_attention, flow_attention_recurrent, flow_maps
+from .._utils import check_choice
+from ..ops import (
+    FlowMaps,
+    FlowState,
+    FlowVariant,
+    checks,
+    flow_attention,
+    flow_attention_recurrent,
+    flow_attention_varlen,
+    flow_maps,
+)
 from ..ops.interface import joint_mask
 from ..ops.reference import repeat_heads
-from ..ops.variant import nearest
 from .positions import RotaryPositions, token_positions
 
 _DEFAULT = FlowVariant()
@@ -102,7 +111,14 @@ class ProjectedAttention(nn.Module):
         heads = f"num_heads={self.num_heads}{shared}, head_dim={self.head_dim}"
         return f"{self.embed_dim}, {heads}, is_causal={self.is_causal}"
 
-    def _project(self, query, key, value, query_mask, key_mask):
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (B, H, N, D), k, v (B, H_kv, M, D), and both masks."""
         if key is None and value is not None:
             raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
@@ -129,13 +145,16 @@ class ProjectedAttention(nn.Module):
         return split_heads(projection(tokens), heads)
 
     def _join(self, result: Tensor) -> Tensor:
-        return self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+        joined: Tensor = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
+        return joined
 
 
 class FlowAttention(ProjectedAttention):
     """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
 
-    Args: as for `ProjectedAttention`, and
+    The arguments of `ProjectedAttention`, and:
+
+    Args:
         variant: a FlowVariant or the name of one.
         rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
             Positions count the tokens that take part, from those of the state on. Self-attention only.
@@ -156,7 +175,7 @@ class FlowAttention(ProjectedAttention):
         *,
         variant: FlowVariant | str = _DEFAULT,
         rotary_base: float | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant, self.is_causal)
@@ -178,6 +197,8 @@ class FlowAttention(ProjectedAttention):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
         state: FlowState | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, FlowState]:
         """Attend from the queries to the keys, or among the queries where there are no others.
 
@@ -189,10 +210,16 @@ class FlowAttention(ProjectedAttention):
             query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention one mask stands for
                 both: a padded token takes part in nothing.
             state: what was before these tokens, of `new_state` or of the call before; causal only.
+            cu_seqlens, max_seqlen: of self-attention of sequences that are packed in a query (1, T, embed_dim), as for
+                `flow_attention_varlen`; a longest length of None is T.
 
         Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
         no valid source, gives the bias of the output projection.
         """
+        if cu_seqlens is not None:
+            if any(x is not None for x in (key, value, query_mask, key_mask, state)):
+                raise ValueError("got cu_seqlens and another argument; packed sequences are passed as the query alone.")
+            return self._attend_packed(query, cu_seqlens, max_seqlen)
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
@@ -216,6 +243,22 @@ class FlowAttention(ProjectedAttention):
             self._recorded.append(flow_maps(q, k, **options))
         return self._join(flow_attention(q, k, v, **options))
 
+    def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+        if query.dim() != 3 or query.shape[0] != 1:
+            raise ValueError(f"packed sequences must have shape (1, tokens, width), got {tuple(query.shape)}.")
+        if self._recorded is not None:
+            raise NotImplementedError("the maps of packed sequences are not recorded; pad, and pass a mask.")
+        q, k, v, *_ = self._project(query, None, None, None, None)
+        if self.rotary is not None:
+            token = torch.arange(query.shape[1], device=query.device)
+            positions = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        longest = query.shape[1] if max_seqlen is None else max_seqlen
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": True, "variant": self.variant}
+        result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        return self._join(result.transpose(0, 1)[None])
+
     def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
         if mask is None and state is None:
             return None
@@ -229,7 +272,9 @@ class FlowAttention(ProjectedAttention):
 class RivalAttention(ProjectedAttention):
     """A rival attention of `flowformer.baselines` between the same projections, those of them that it reads.
 
-    Args: as for `ProjectedAttention`, and
+    The arguments of `ProjectedAttention`, and:
+
+    Args:
         name: of the rival, as `baselines.names` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
         attention_options: of the rival, as `baselines.options` lists them.
@@ -247,7 +292,7 @@ class RivalAttention(ProjectedAttention):
         name: str,
         max_length: int | None = None,
         attention_options: Mapping[str, Any] | None = None,
-        **options,
+        **options: Any,
     ) -> None:
         from .. import baselines  # here, since most programs need none of them
 
@@ -297,7 +342,7 @@ def build_attention(
     variant: FlowVariant | str = _DEFAULT,
     max_length: int | None = None,
     attention_options: Mapping[str, Any] | None = None,
-    **options,
+    **options: Any,
 ) -> FlowAttention | RivalAttention:
     """Flow-Attention, one of its ablations, or the rival of that name in its place.
 
@@ -317,8 +362,7 @@ def build_attention(
     from .. import baselines
 
     accepted = ["flow", *ABLATIONS, *baselines.names()]
-    if name not in accepted:
-        raise ValueError(f"unknown attention {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    check_choice("attention", name, accepted)
     return RivalAttention(
         embed_dim, num_heads, name=name, max_length=max_length, attention_options=attention_options, **options
     )
@@ -365,7 +409,8 @@ def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
+    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
+    return heads
 
 
 def check_tokens(

@@ -114,7 +114,7 @@ def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[Matri
         raise ValueError("dropout and redrawn features are not part of a matrix: call model.eval() first.")
     maps: list[MatrixMaps] = []
 
-    def record(module: Any, args: tuple, options: dict[str, Any]) -> None:
+    def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         maps.append(_of_module(module, block, *args, **options))
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]

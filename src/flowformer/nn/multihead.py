@@ -5,7 +5,7 @@ Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +24,19 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     """Flow-Attention behind the arguments, results and state dict of `torch.nn.MultiheadAttention`.
 
     It loads the state dict of an `nn.MultiheadAttention` and the other way round, and runs inside torch's transformer
-    layers, whose own softmax kernels it keeps off. What differs from softmax:
-        - `dropout` acts on the result, after the output projection: there is no matrix of weights to drop from.
-        - Padding takes part in nothing: in self-attention it is left out of the queries too. Which calls are
-          self-attention, `cross_attention` says.
-        - `add_bias_kv` and `add_zero_attn` add sources that every query sees; they need is_causal=False.
-        - Queries share the sources they compete for, so without is_causal a result depends on the other queries,
-          also in cross-attention. Where a query must not see those after it, as in a decoder that attends to a
-          memory, use `variant=sinks_apart(variant)`; `replace_attention` does so in nn.TransformerDecoderLayer.
+    layers, whose fast path for softmax attention it disables. What differs from softmax:
 
-    Args: as for `torch.nn.MultiheadAttention`, and
+    - `dropout` acts on the result, after the output projection: there is no matrix of weights to drop from.
+    - Padding takes part in nothing: in self-attention it is left out of the queries too. `cross_attention` says
+      which calls are self-attention.
+    - `add_bias_kv` and `add_zero_attn` add sources that every query sees; they need is_causal=False.
+    - Competition and allocation are sums over all queries, so without is_causal a result depends on the other
+      queries, also in cross-attention. Where a query must not see those after it, as in a decoder that attends to a
+      memory, use `variant=sinks_apart(variant)`; `replace_attention` does so in nn.TransformerDecoderLayer.
+
+    The arguments of `torch.nn.MultiheadAttention`, and:
+
+    Args:
         variant: a FlowVariant or the name of one.
         cross_attention: True where the keys are not the tokens of the queries, so that key_padding_mask says nothing
             about the queries; False where they are. None decides in each call: a query as long as its key is
@@ -168,7 +171,15 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
             return [x[None] for x in projected]
         return [x if self.batch_first else x.transpose(0, 1) for x in projected]
 
-    def _attend_nested(self, query, key, value, masks, need_weights: bool, is_causal: bool) -> Tensor:
+    def _attend_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: tuple[Tensor | None, ...],
+        need_weights: bool,
+        is_causal: bool,
+    ) -> Tensor:
         has_added_sources = self.bias_k is not None or self.add_zero_attn
         if need_weights or has_added_sources or any(mask is not None for mask in masks):
             raise NotImplementedError(
@@ -227,7 +238,8 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     def _weights(
         self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        options = asdict(self.variant)
+        # not asdict, which makes deep copies: torch.compile of the oldest supported torch cannot trace those
+        options = {field.name: getattr(self.variant, field.name) for field in fields(self.variant)}
         with without_autocast(q):
             if is_causal:
                 weights = reference.causal_weights(q, k, key_mask, **options)

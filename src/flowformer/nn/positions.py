@@ -59,7 +59,7 @@ class FairseqPositions(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, W) with its positions added. Args: as of `SinusoidalPositions`."""
+        """x (B, N, W) with its positions added; the arguments are those of `SinusoidalPositions`."""
         _check(x, positions, self.dim)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)

@@ -20,7 +20,8 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
     attends to a memory that may be as long as its queries, set `cross_attention = True` on what replaced it.
 
     Args:
-        model: any module; its parameters are trained further or anew, since the attention is another function.
+        model: any module. Its weights are kept; fine-tune afterwards, since this is a different function from softmax
+            attention.
         variant: a FlowVariant or the name of one.
 
     Returns: the model, or, where the model itself is an nn.MultiheadAttention, what replaces it.

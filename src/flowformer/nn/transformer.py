@@ -57,7 +57,8 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear2(self.activation_dropout(self.activation(self.linear1(x)))))
+        x = self.dropout(self.linear2(self.activation_dropout(self.activation(self.linear1(x)))))
+        return x
 
 
 class _Layer(nn.Module):
@@ -143,9 +144,12 @@ class FlowEncoderLayer(_Layer):
 
     is_causal = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part."""
-        x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask), x)
+    def forward(self, x: Tensor, mask: Tensor | None = None, **packed) -> Tensor:
+        """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part.
+
+        Packed sequences (1, T, W) are told apart by `cu_seqlens` and `max_seqlen`, as for `FlowAttention`.
+        """
+        x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask, **packed), x)
         return self._residual(self.mlp_norm, self.mlp, x)
 
 
@@ -175,7 +179,7 @@ class FlowDecoderLayer(_Layer):
         memory_dim: int | None = None,
         attention: str = "flow",
         variant: FlowVariant | str = _DEFAULT,
-        **options,
+        **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, mlp_dim, attention=attention, variant=variant, **options)
         self.cross_attention: FlowAttention | RivalAttention | None = None
@@ -233,8 +237,9 @@ class FlowDecoderLayer(_Layer):
         def attend(x: Tensor) -> Tensor:
             nonlocal state
             if state is None:
-                return self.attention(x, key_mask=mask)
-            x, state = self.attention(x, key_mask=mask, state=state)
+                x = self.attention(x, key_mask=mask)
+            else:
+                x, state = self.attention(x, key_mask=mask, state=state)
             return x
 
         x = self._residual(self.attention_norm, attend, x)

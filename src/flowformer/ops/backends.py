@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._utils import suggestion
 from . import reference_backend
 from .torch import op as torch_op
 from .triton import op as triton_op
-from .variant import FlowVariant, nearest
+from .variant import FlowVariant
 
 
 class Backend(NamedTuple):
@@ -48,7 +49,7 @@ def choose(
     if name not in BACKENDS:
         accepted = ", ".join(map(repr, BACKENDS))
         raise ValueError(
-            f"unknown backend {name!r}{nearest(name, BACKENDS)}; accepted: {accepted}, or None for the best."
+            f"unknown backend {name!r}{suggestion(name, BACKENDS)}; accepted: {accepted}, or None for the best."
         )
     reasons = BACKENDS[name].refusals(query, key, value, is_causal, variant)
     if reasons:

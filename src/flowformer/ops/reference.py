@@ -1,8 +1,8 @@
 """Flow-Attention, as the paper prints it: the oracle of every test. Needs nothing but torch, so copy it freely.
 
 Sources (keys and values, index j) send flow to sinks (queries, index i) through capacities q_i·k_j, the features
-q = φ(Q) and k = φ(K). Fixing what each source sends makes sources compete; fixing what each sink receives tells how
-much it may take.
+q = φ(Q) and k = φ(K). Fixing what each sink receives makes sources compete; fixing what each source sends tells how
+much a sink may take.
 
 Shapes: B batch, H heads, N sinks, M sources, D features, E values. Masks are bool, True = takes part.
 Everything is plain autograd, in float64 for float64 inputs and in float32 for all others.

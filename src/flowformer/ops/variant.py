@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from .._utils import check_choice
 
 FeatureMap = Literal["sigmoid", "elu+1", "relu", "relu+eps"]
 Competition = Literal["softmax", "sigmoid", "none"]
@@ -53,7 +53,8 @@ class FlowVariant:
     competitors: Competitors = "tokens"
 
     def __post_init__(self) -> None:
-        check_choices(self, _CHOICES)
+        for name, accepted in _CHOICES.items():
+            check_choice(name, getattr(self, name), accepted)
         if self.clamp is not None and not self.clamp > 0:
             raise ValueError(f"clamp must be positive, or None for no bound, got {self.clamp!r}.")
         if not self.eps > 0:
@@ -68,27 +69,12 @@ class FlowVariant:
         >>> FlowVariant.named("rl").clamp
         10.0
         """
-        if name not in PRESETS:
-            raise ValueError(f"unknown variant {name!r}{nearest(name, PRESETS)}; accepted: {', '.join(PRESETS)}.")
+        check_choice("variant", name, PRESETS)
         return PRESETS[name]
 
     def as_args(self) -> tuple:
         """The fields in order, as the plain arguments of a registered operator; none of these lets heads compete."""
         return tuple(getattr(self, name) for name in self.__slots__ if name != "competitors")
-
-
-def check_choices(config: object, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Each of these fields must hold one of its choices."""
-    for name, accepted in choices.items():
-        value = getattr(config, name)
-        if value not in accepted:
-            raise ValueError(f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
-
-
-def nearest(value: object, accepted) -> str:
-    """A hint for an error message, empty where nothing is near."""
-    match = difflib.get_close_matches(str(value), accepted, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 # "core" also describes the released GPT module; the published time-series code has neither a clamp nor a mask.

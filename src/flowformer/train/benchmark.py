@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
     mlp_dim: int
 
 
-# rivals of the benchmark, and what their attentions are built with
+# the rivals of the benchmark and the options of their attentions
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "local": {"window": 50},
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "longformer": {"window": 512, "global_tokens": 0},
     "bigbird": {"block": 64, "window": 3, "random": 3},
 }
-# tasks in which all of them have one size
+# tasks in which all rivals have the same size
 SHARED = {
     "listops": Sizes(4, 8, 512, 512, 1024),
     "text": Sizes(4, 4, 256, 256, 1024),
@@ -63,7 +63,7 @@ PATHFINDER = {
     "longformer": Sizes(2, 2, 32, 16, 32),
     "bigbird": Sizes(4, 2, 64, 32, 64),
 }
-# what differs from the recipe besides
+# other differences from the recipe
 MODEL: dict[tuple[str, str], dict[str, Any]] = {
     ("image", "local"): {"pooling": "mean"},
     ("image", "longformer"): {"pooling": "mean"},

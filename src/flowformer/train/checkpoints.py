@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot spoil: written aside, flushed to the disk, then renamed in one move."""
+"""Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically."""
 
 from __future__ import annotations
 
@@ -16,21 +16,11 @@ _PROGRESS = "progress.json"
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was written; the message says which file, and how to go on."""
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the new one, whenever the machine stops."""
-    aside = path.with_name(f".{path.name}.part")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    """A file of a checkpoint changed after it was written; the message names it and says how to go on."""
 
 
 def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], keep: int) -> Path:
-    """Write parameters, optimiser, scaler, random numbers and progress as folder/step-…; all processes call it."""
+    """Write parameters, optimiser, scaler, random states and progress to folder/step-…; all ranks must call it."""
     final = folder / f"step-{step:08d}"
     aside = folder / f".{final.name}.part"
     if accelerator.is_main_process:
@@ -55,28 +45,28 @@ def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, 
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint; what a crash left half-written has another name and is not looked at."""
+    """The newest complete checkpoint; one that a crash left incomplete still has its temporary name and is ignored."""
     complete = _complete(folder)
     return complete[-1] if complete else None
 
 
 def restore(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Put everything back as `save` found it, and return the progress."""
+    """Restore what `save` wrote, and return the progress."""
     progress = _verified(checkpoint)
     if progress.pop("processes") != accelerator.num_processes:
         raise ValueError(
-            f"{checkpoint} was written by another number of processes than {accelerator.num_processes}. Resume with as "
-            "many: the random numbers of each are part of the run."
+            f"{checkpoint} was not written by {accelerator.num_processes} processes. Resume with as many as before: "
+            "each has random numbers of its own."
         )
     accelerator.load_state(str(checkpoint))
-    # the engine goes on in silence if it cannot read the random numbers, and the run would be another one
+    # accelerate ignores random states that it cannot read; the run would then not be the same
     if _random_digest() != (checkpoint / f"random-{accelerator.process_index}.sha256").read_text():
         raise RuntimeError(f"the random numbers of {checkpoint} could not be restored; resume with the same versions.")
     return progress
 
 
 def _verified(checkpoint: Path) -> dict[str, Any]:
-    """The progress of a checkpoint whose files are those that were written."""
+    """The progress of a checkpoint, after a check of its files against their digests."""
     try:
         progress = json.loads((checkpoint / _PROGRESS).read_text())
         written, found = progress.pop("files"), _digests(checkpoint)

@@ -1,7 +1,7 @@
-"""Who works in the folder of a run: a claim file with an owner and a heartbeat, so that nobody else does at once.
+"""Claims on the folders of runs: a file with an owner and a heartbeat, so that one process at a time works in a folder.
 
-The claim holds across processes and machines that share a folder. It ends with its owner: a claim of a process that is
-gone, or whose heartbeat has stopped, is taken over.
+A claim holds across processes and machines that share the folder. It expires when its process is gone or its heartbeat
+stops, and is then taken over.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import IO, Any
 
 CLAIM = "claim.json"
 HEARTBEAT = 5.0  # seconds
-STALE = 120.0  # a machine that was silent for longer is taken for gone
-PARENT = "FLOWFORMER_PARENT"  # the process without which a run is to stop
+STALE = 120.0  # seconds without a heartbeat after which a claim expires
+PARENT = "FLOWFORMER_PARENT"  # environment variable: a run stops when the process of this id is gone
 _RESERVED = "reserved"
 
 
@@ -32,10 +32,10 @@ class FolderInUseError(OSError):
 
 
 class Claim:
-    """A held claim.
+    """A claim that this process holds.
 
-    Attributes: `lost`, whether someone else has taken over, which happens to a process that slept for `STALE` seconds;
-    it must then write nothing any more.
+    Attributes: `lost`, whether another process took over because this one was suspended for more than `STALE` seconds;
+    it must not write into the folder any more.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ class Claim:
             if time.monotonic() - last < HEARTBEAT:
                 continue
             last = time.monotonic()
-            with suppress(OSError), _locked(self._path) as file:  # a folder that cannot be reached may come back
+            with suppress(OSError), _locked(self._path) as file:  # a network file system may be unreachable for a while
                 if _read(file).get("token") != self._token:
                     self.lost = True
                     return
@@ -78,7 +78,7 @@ class Claim:
 
 
 def reserve(folder: Path) -> dict[str, Any] | None:
-    """Claim a folder for a process that this one is about to start; who works in it already, if anybody does."""
+    """Claim a folder for a child that this process is about to start; returns the owner if there is one already."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / CLAIM) as file:
         owner = _alive(file, folder)
@@ -88,7 +88,7 @@ def reserve(folder: Path) -> dict[str, Any] | None:
 
 
 def unreserve(folder: Path) -> None:
-    """Give a folder back that no started process took."""
+    """Release a reservation that no child turned into a claim."""
     with _locked(folder / CLAIM) as file:
         found = _read(file)
         if found.get("token") == _RESERVED and found["pid"] == os.getpid():
@@ -97,10 +97,10 @@ def unreserve(folder: Path) -> None:
 
 @contextmanager
 def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
-    """The folder for this process alone; raises `FolderInUseError` where another one works in it.
+    """Hold the claim of a folder; raises `FolderInUseError` if another process has it.
 
     Args:
-        active: False claims nothing, for the processes of a run besides its first.
+        active: False claims nothing, for ranks other than 0.
     """
     claim = Claim(folder) if active else None
     try:
@@ -111,7 +111,10 @@ def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
 
 
 def owner(folder: Path) -> dict[str, Any] | None:
-    """Who works in a folder, None if nobody does: host, pid, whether that is `here`, and how many seconds `silent`."""
+    """The owner of a folder, or None.
+
+    It has the host, the pid, whether it is on this machine (`here`), and the seconds since its heartbeat (`silent`).
+    """
     if not (folder / CLAIM).exists():
         return None
     with _locked(folder / CLAIM) as file:
@@ -123,7 +126,7 @@ def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
     if not found:
         return None
     here = found["machine"] == _machine()["machine"]
-    with tempfile.TemporaryFile(dir=folder) as probe:  # the clock of the file system, which all machines share
+    with tempfile.TemporaryFile(dir=folder) as probe:  # by the clock of the file system, which all machines share
         silent = max(0.0, os.fstat(probe.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime)
     if silent > STALE or (here and not _is_running(found["pid"])):
         return None
@@ -131,7 +134,7 @@ def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
 
 
 def _is_for_us(owner: dict[str, Any]) -> bool:
-    """Whether the process that started this one reserved the folder for it."""
+    """Whether the parent of this process reserved the folder for it."""
     return owner["token"] == _RESERVED and owner["here"] and str(owner["pid"]) == os.environ.get(PARENT)
 
 
@@ -142,13 +145,13 @@ def _is_running(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    with suppress(OSError):  # a process that has ended and whose parent has not yet looked is no longer at work
+    with suppress(OSError):  # a zombie has ended, though its id still exists
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
 
 def _machine() -> dict[str, str]:
-    """Where process numbers mean the same: a container has numbers of its own, a machine after a restart new ones."""
+    """The host and its process-id namespace: ids of another container, or from before a reboot, are other processes."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
@@ -157,7 +160,7 @@ def _machine() -> dict[str, str]:
 
 
 def _leave_if_orphaned() -> None:
-    """Ask this process to stop, as SIGTERM does, if the one that started it is gone."""
+    """Send SIGTERM to this process if its parent is gone."""
     parent = os.environ.get(PARENT)
     if parent is not None and os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -165,7 +168,7 @@ def _leave_if_orphaned() -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """The file, for a moment in the hands of this process alone; the system lets go of it if the process dies."""
+    """The file under an exclusive lock, which the kernel releases if the process dies."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -176,7 +179,7 @@ def _read(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
         return json.loads(file.read() or "{}")
-    except json.JSONDecodeError:  # a disk was full
+    except json.JSONDecodeError:  # truncated by a full disk
         return {}
 
 

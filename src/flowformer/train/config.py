@@ -1,4 +1,4 @@
-"""What a training run is made of: frozen dataclasses, and key=value overrides that know every name."""
+"""The config of a training run as a frozen dataclass, and key=value overrides of its fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -14,109 +13,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .._utils import check_literals, check_positive, suggestion
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
 from ..ops import FlowVariant
-from ..ops.variant import PRESETS as VARIANTS
-from ..ops.variant import nearest
+from .optim import Optimiser, Schedule
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
 
-OptimiserName = Literal["adamw", "radam"]
-ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp"]
 Split = Literal["valid", "test"]
 Preset = Literal["recipe", "benchmark"]
 
 
-def _check(config: Any) -> None:
-    """Every field whose type is a choice holds one of the choices."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            accepted = get_args(hint)
-            raise ValueError(f"unknown {name} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-
-
-@dataclass(frozen=True)
-class Optimiser:
-    """How parameters move.
-
-    Args:
-        name: "adamw", which without weight decay is Adam, or "radam".
-        lr: what the schedule scales.
-        weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
-        decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
-        clip: the largest norm of the gradient; None is no bound.
-    """
-
-    name: OptimiserName = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decay: Literal["all", "matrices"] = "all"
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over the updates.
-
-    Args:
-        name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
-            "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
-        warmup: updates over which the rate rises in a line.
-        start: the rate at the first update of the warm-up.
-        floor: the rate of the last update of "cosine".
-    """
-
-    name: ScheduleName = "constant"
-    warmup: int = 0
-    start: float = 0.0
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if self.warmup < 0 or (self.warmup == 0 and self.name in ("rsqrt", "inverse_sqrt")):
-            raise ValueError(
-                f"the schedule {self.name!r} cannot have a warmup of {self.warmup} updates; pass at least 1."
-            )
-
-    def rate(self, lr: float, step: int, steps: int) -> float:
-        """The rate of update `step`, counted from 0, in a run of `steps`.
-
-        >>> [Schedule("rsqrt", warmup=4).rate(1.0, step, 100) for step in (0, 2, 4, 16)]
-        [0.0, 0.25, 0.5, 0.25]
-        """
-        if self.name == "rsqrt":
-            lr = lr / math.sqrt(max(step, self.warmup))
-        if step < self.warmup:
-            return self.start + (lr - self.start) * step / self.warmup
-        if self.name == "cosine":
-            # the last update is the one before `steps`
-            progress = (step - self.warmup) / max(steps - 1 - self.warmup, 1)
-            return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
-        return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
-
-
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run, complete: with the data, it says everything that decides the result.
+    """Everything that decides the result of a training run, besides the data.
 
     Args:
         recipe: the name of the recipe it comes from.
@@ -128,13 +44,13 @@ class TrainConfig:
         model: the config of the model. What the data decides (classes, features, words, lengths) is filled in.
         optimiser, schedule: how it learns.
         steps, epochs: how long; steps wins where both are given.
-        batch_size: examples of one update, over all processes and all accumulated parts.
-        accumulate: in how many parts, one after another, a process computes its share of an update.
-        pad_full: pad every batch to the longest length of the data set, not to its own.
+        batch_size: examples of one update, over all ranks and micro-batches.
+        accumulate: micro-batches of a rank in one update (gradient accumulation).
+        pad_full: pad every batch to the longest length of the data set instead of the longest of the batch.
         drop_last: leave out the incomplete batch at the end of an epoch.
         replacement: draw every example at random, instead of each once an epoch.
-        repeats: how often an example stands in its batch, each time augmented anew, as DeiT does with 3; an epoch sees
-            as many fewer examples.
+        repeats: how often an example is in its batch, augmented anew each time (repeated augmentation; 3 for DeiT); an
+            epoch has as many fewer examples.
         eval_every: updates between evaluations; None is `eval_epochs`. The last update is always followed by one.
         eval_epochs: epochs between evaluations.
         eval_batch_size: examples of one evaluated batch; None is batch_size.
@@ -143,13 +59,12 @@ class TrainConfig:
         episodes, final_episodes: to play at each evaluation and at the last, where an environment is what evaluates.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
-        parallel: what each of several processes holds: "ddp" the whole model, "fsdp" a shard of it (FSDP2).
+        parallel: "ddp", the whole model on each rank, or "fsdp", a shard of it (FSDP2).
         compile: whether torch.compile runs over the model.
-        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where the host is
-            what takes long, for models that draw no random numbers on the CPU. Padding is then computed, and torch
-            rectifies RAdam in float32: losses differ by less than 1 % in the first updates.
-        on_device: whether training data that fit are kept in the memory of a GPU, where batches are then gathered; the
-            workers have nothing to do.
+        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where launching
+            kernels takes longer than running them. The model must not draw random numbers on the CPU. torch then
+            rectifies RAdam in float32: its losses differ by less than 1 % in the first updates.
+        on_device: whether data sets that fit are kept in GPU memory, where batches are gathered without workers.
         seed: of the parameters, the order of the data and dropout.
         workers: processes that read data.
         log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
@@ -161,7 +76,7 @@ class TrainConfig:
     data: str
     model: ModelConfig
     optimiser: Optimiser
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     preset: Preset = "recipe"
     data_options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
@@ -193,9 +108,12 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        _check(self)
-        _positive(self, "steps", "epochs", "batch_size", "accumulate", "eval_every", "eval_batch_size", "episodes")
-        _positive(self, "repeats", "eval_epochs", "final_episodes", "log_every", "checkpoint_every", "keep")
+        check_literals(self)
+        optional = ("steps", "epochs", "eval_every", "eval_batch_size")
+        required = ("batch_size", "accumulate", "repeats", "eval_epochs", "episodes", "final_episodes")
+        given = [name for name in optional if getattr(self, name) is not None]
+        for name in (*given, *required, "log_every", "checkpoint_every", "keep"):
+            check_positive(**{name: getattr(self, name)})
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
 
@@ -207,7 +125,7 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """A folder name of its own for every config: what differs shows in the digest."""
+        """The folder of the run, a different one for every config: it ends with a digest of all fields."""
         digest = hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"
 
@@ -246,7 +164,7 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
-    """The config with other values, each as key=value; of a key, the parts after any of its dots are enough if clear.
+    """The config with some values replaced, each as key=value. The last parts of a key are enough if unique.
 
     An attention brings its options along, which are keys as well. preset=benchmark comes before all others: what is set
     besides is kept.
@@ -258,7 +176,7 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # the attention says which options there are, and then the preset what they are
+    # first the attention, which decides the options there are, then the preset, which sets them
     first = (r"(model\.)?attention=", r"preset=")
     for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
@@ -278,7 +196,7 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     )
     for name, value in values.items():
         if isinstance(value, FlowVariant):
-            yield prefix + name, value  # variant=core stands for all of its parts
+            yield prefix + name, value  # variant=core sets all of its fields
         if name == ATTENTION_OPTIONS:
             value = {option: parameter.default for option, parameter in _options(config).items()} | value
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
@@ -303,7 +221,7 @@ def _resolve(config: TrainConfig, key: str) -> str:
     part = key.rpartition(".")[0]
     accepted = [name for name in known if part and f".{name}".rpartition(".")[0].endswith(f".{part}")] or known
     here = _ELSEWHERE.get(key.rpartition(".")[2])
-    hint = f" (did you mean {here!r}?)" if here in known else nearest(key, {*known, *short})
+    hint = f" (did you mean {here!r}?)" if here in known else suggestion(key, {*known, *short})
     raise ValueError(f"{config.recipe} has no key {key!r}{hint}; accepted: {', '.join(accepted)}.")
 
 
@@ -330,7 +248,7 @@ def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
 
 
 def _parse_like(text: str, value: Any, key: str) -> Any:
-    """The text as a value of the same kind as the one it replaces."""
+    """The text as a value of the type of the one it replaces."""
     return json.loads(text) if value is None else _parse(text, type(value), key)
 
 
@@ -343,11 +261,9 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         return _parse(text, hint, key)
     if origin is Literal:
         if text not in args:
-            raise ValueError(f"{key} cannot be {text!r}{nearest(text, args)}; accepted: {', '.join(args)}.")
+            raise ValueError(f"{key} cannot be {text!r}{suggestion(text, args)}; accepted: {', '.join(args)}.")
         return text
     if hint is FlowVariant:
-        if text not in VARIANTS:
-            raise ValueError(f"unknown variant {text!r}{nearest(text, VARIANTS)}; accepted: {', '.join(VARIANTS)}.")
         return FlowVariant.named(text)
     if origin is tuple:
         return tuple(_parse(part, args[0], key) for part in text.strip("()").split(",") if part)
@@ -357,7 +273,7 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
 
 
-# what other trainers call our keys
+# the names that other trainers have for our keys
 _ELSEWHERE = {
     "learning_rate": "optimiser.lr",
     "max_lr": "optimiser.lr",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import data
+from .._utils import write_atomically
 from . import recipes
 from .config import Schedule, TrainConfig
 from .loop import Report, train
@@ -52,5 +53,5 @@ def run(folder: Path, report: Callable[[str], Report]) -> dict[str, dict[str, An
     splits = data.load("uea/JapaneseVowels")
     results = {name: train(config(name), folder / name, splits=splits, report=report(name)) for name in ATTENTIONS}
     draw_maps(folder / "flow", splits=splits).savefig(folder / FIGURE, dpi=110)
-    (folder / "demo.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_atomically(folder / "demo.json", json.dumps(results, indent=2) + "\n")
     return results

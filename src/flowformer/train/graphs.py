@@ -1,7 +1,7 @@
-"""Updates as CUDA graphs: the host launches an update at once instead of kernel by kernel.
+"""Updates as CUDA graphs: one launch for a whole update instead of one for each kernel.
 
-A small model leaves the GPU idle while the host launches its kernels. An update whose batch has a layout that came
-before is captured, and replayed from then on: the same kernels in the same order with the same random numbers.
+A small model leaves the GPU idle while the host launches its kernels. The update of a batch whose layout came often
+enough is captured, and replayed from then on: the same kernels in the same order with the same random numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .tasks import Batch
 
-EAGER = 8  # updates of a layout before it is captured: Triton compiles in the first, and a capture has to pay off
-MOST = 256  # layouts
+EAGER_UPDATES = 8  # of a layout before its capture: Triton compiles during the first, and rare layouts do not pay off
+MAX_GRAPHS = 256
 
 
 class Captured(NamedTuple):
@@ -25,10 +25,10 @@ class Captured(NamedTuple):
 
 
 class GraphedUpdates:
-    """Calls `update` for a batch, or replays what it did for a batch of that layout.
+    """Calls `update` with a batch, or replays the graph of that batch's layout.
 
     Args:
-        update: forward, backward, optimiser; it must leave the gradients in place, and wait for nothing.
+        update: forward, backward, optimiser step; it must keep the gradients and not synchronise.
         forget: sets the gradients to None.
     """
 
@@ -36,12 +36,12 @@ class GraphedUpdates:
         self.update, self.forget = update, forget
         self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()  # updates follow each other: their memory may be the same
+        self._pool = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share memory
 
     def __call__(self, batch: Batch) -> None:
         layout = tuple((name, x.shape, x.dtype) for name, x in batch.items())
         captured = self._captured.get(layout)
-        if captured is None and (self._seen[layout] < EAGER or len(self._captured) == MOST):
+        if captured is None and (self._seen[layout] < EAGER_UPDATES or len(self._captured) == MAX_GRAPHS):
             self._seen[layout] += 1
             self.update(batch)
             self.forget()
@@ -58,7 +58,7 @@ class GraphedUpdates:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
             self.update(fixed)
-        self.forget()  # the graph keeps their memory
+        self.forget()  # the graph owns the memory of the gradients
         return Captured(graph, fixed)
 
 

@@ -1,13 +1,12 @@
-"""The training loop: one update after another, evaluated, recorded, and resumable at any of them, bit for bit.
+"""The training loop: updates, evaluations, logs and checkpoints. A resumed run equals the whole one, bit for bit.
 
-The learning rate and the order of the data are functions of the seed and of the number of the update alone. So a
-checkpoint holds parameters, optimiser, random numbers and that number, and nothing else is needed to go on.
+The learning rate and the order of the data are functions of the seed and the step alone, so a checkpoint needs nothing
+but parameters, optimiser, random states and the step.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,44 +17,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from accelerate.utils import (  # type: ignore[import-untyped]
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    send_to_device,
-    set_seed,
-)
-from torch import nn
+from accelerate.utils import send_to_device, set_seed  # type: ignore[import-untyped]
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import Dataset
 
 from .. import data
+from .._utils import write_atomically
 from ..data import Splits
-from ..models.classifier import SequenceEncoder
-from ..models.vision import GridPositions
-from ..nn import LearnedPositions
 from . import checkpoints, claims, resident, tasks
+from .batches import MicroBatches, SeededItems, load_batches, steps_per_epoch
 from .config import TrainConfig, to_dict
 from .config import load as load_config
+from .engine import build_accelerator, check_graphs
+from .evaluation import dataset_size, evaluate, padded_length
 from .graphs import GraphedUpdates
-from .loader import batches as load_batches
-from .order import Batches, SeededItems, steps_per_epoch
-from .record import RunLog, is_main, peak_memory, provenance
+from .optim import build_optimiser
+from .record import RunLog, is_main, peak_memory, provenance, write_provenance
 
-CONFIG, PROVENANCE, RESULT = "config.json", "provenance.json", "result.json"
-_AUTOCAST = ("bf16", "fp16")
+CONFIG, RESULT = "config.json", "result.json"
 Report = Callable[[dict[str, Any]], None]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and did so with a checkpoint to resume from."""
+    """The run was asked to stop, and wrote a checkpoint to resume from."""
 
 
 @dataclass
 class Progress:
-    """What changes from update to update, besides parameters, optimiser and random numbers.
+    """The state of a run besides parameters, optimiser and random states; part of every checkpoint.
 
     Args:
         step: updates done.
@@ -89,8 +77,8 @@ def train(
         config: of a recipe.
         folder: of the run. It gets config.json, provenance.json, log.jsonl, tensorboard/, checkpoints/, and the models
             `final` and `best`, which `from_pretrained` reads.
-        splits: the data; None loads what the config names, from data_dir.
-        resume: go on from the newest checkpoint in the folder, if there is one.
+        splits: the data; None loads the data set of the config from data_dir.
+        resume: continue from the newest checkpoint in the folder, if there is one.
         report: is called with every record of the log, and with {"kind": "step"} after each update.
 
     Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written. Raises `claims.FolderInUseError` if
@@ -101,7 +89,7 @@ def train(
 
 
 class Trainer:
-    """A run, set up; `run` is the loop."""
+    """A run: `__init__` sets it up, `run` is the loop."""
 
     def __init__(
         self,
@@ -113,18 +101,18 @@ class Trainer:
         report: Report,
         claim: claims.Claim | None = None,
     ) -> None:
-        self.accelerator = _accelerator(config)
+        self.accelerator = build_accelerator(config)
         self.folder, self.report, self.claim = folder, report, claim
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
         self.config = config = self.task.fitted(config, self.splits.info)
-        self.steps_per_epoch = steps_per_epoch(_size(self.splits.train), config)
+        self.steps_per_epoch = steps_per_epoch(dataset_size(self.splits.train), config)
         self.steps = config.total_steps(self.steps_per_epoch)
-        parts = config.accumulate * self.accelerator.num_processes
-        if config.batch_size % parts:
+        micro_batches = config.accumulate * self.accelerator.num_processes
+        if config.batch_size % micro_batches:
             raise ValueError(
-                f"batch_size {config.batch_size} cannot be shared by {self.accelerator.num_processes} processes in "
-                f"{config.accumulate} parts each; pass a multiple of {parts}."
+                f"batch_size {config.batch_size} cannot be split into {config.accumulate} micro-batches for each of "
+                f"{self.accelerator.num_processes} processes; pass a multiple of {micro_batches}."
             )
         if config.select_on == "valid" and self.splits.valid is None:
             raise ValueError(
@@ -132,33 +120,29 @@ class Trainer:
                 "chosen on the test set."
             )
         if config.graphs:
-            _check_graphs(config, self.accelerator)
+            check_graphs(config, self.accelerator)
         if self.accelerator.is_fsdp2 and config.task == "decision":
-            raise NotImplementedError("playing needs the whole model, which parallel=fsdp shards; pass parallel=ddp.")
+            raise NotImplementedError("episodes need the whole model, which parallel=fsdp shards; pass parallel=ddp.")
         found = checkpoints.latest(folder / "checkpoints")
         self._check_folder(resume, found)
         set_seed(config.seed)
-        model = self.task.build(config)
-        if config.graphs and isinstance(model, SequenceEncoder):
-            # a graph has the shapes of the batch that it was captured with
-            model.pack = False
-        objective = tasks.Objective(model, self.task, config)
-        optimiser = build_optimiser(objective, config, self.accelerator.device)
+        objective = tasks.Objective(self.task.build(config), self.task, config)
+        optimiser = build_optimiser(objective, config.optimiser, self.accelerator.device, capturable=config.graphs)
         if config.compile:
             objective.compile()
         self.objective, self.optimiser = self.accelerator.prepare(objective, optimiser)
-        # dropout is to differ between processes; the parameters above are not
+        # from here on each rank has its own random numbers: dropout differs, the initial parameters above do not
         set_seed(config.seed, device_specific=True)
         self.progress = Progress()
         if found is not None:
             self.progress = Progress(**checkpoints.restore(self.accelerator, found))
-        self._prepare_folder()
+        self._prepare_folder(resumed=found is not None)
         self.log = RunLog(folder, self.progress.step, self.accelerator.is_main_process)
 
     def run(self) -> dict[str, Any]:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
-        # sums that stay on the device until they are logged
+        # accumulated on the device, and read only when they are logged
         self._loss = torch.tensor(progress.loss, device=self._device)
         self._tokens = torch.tensor(progress.tokens, device=self._device)
         if config.graphs:
@@ -175,7 +159,7 @@ class Trainer:
                     self._update([next(batches) for _ in range(config.accumulate)])
                     if self.claim is not None and self.claim.lost:
                         raise claims.FolderInUseError(
-                            f"{self.folder} was taken over while this process slept; it stops here and writes nothing."
+                            f"another process took {self.folder} over while this one was suspended; this one stops."
                         )
                     last = progress.step == self.steps
                     if last or progress.step % config.log_every == 0:
@@ -194,35 +178,35 @@ class Trainer:
         finally:
             self.log.close()
 
-    def _update(self, parts: list[tasks.Batch]) -> None:
-        """One update from the parts of a batch: the loss is a mean over all of them, in all processes."""
+    def _update(self, micro_batches: list[tasks.Batch]) -> None:
+        """One optimiser step. The loss is the mean over the micro-batches of all ranks."""
         config, progress = self.config, self.progress
-        parts = [send_to_device(part, self._device, non_blocking=True) for part in parts]
+        micro_batches = [send_to_device(batch, self._device, non_blocking=True) for batch in micro_batches]
         rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
         if config.graphs:
             self._rate.fill_(rate)
-            self._graphed(parts[0])
+            self._graphed(micro_batches[0])
         else:
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
-            self._compute(parts)
+            self._compute(micro_batches)
             self.optimiser.optimizer.zero_grad()
         progress.step += 1
 
-    def _compute(self, parts: list[tasks.Batch]) -> None:
-        """All of an update that the device does; the host waits for none of it."""
+    def _compute(self, micro_batches: list[tasks.Batch]) -> None:
+        """Forward, backward and optimiser step, without a synchronisation of the device."""
         config, accelerator = self.config, self.accelerator
-        count = torch.stack([self.task.count(part) for part in parts]).sum()
+        count = torch.stack([self.task.count(batch) for batch in micro_batches]).sum()
         if accelerator.num_processes > 1:
             count = accelerator.reduce(count)
         count = count.clamp_min(1)
-        for i, part in enumerate(parts):
-            self._tokens += self.task.tokens(part)
-            last = i == len(parts) - 1
+        for i, batch in enumerate(micro_batches):
+            self._tokens += self.task.tokens(batch)
+            last = i == len(micro_batches) - 1
             with nullcontext() if last else accelerator.no_sync(self.objective):
                 with accelerator.autocast():
-                    loss = self.objective(part) / count
-                # DDP averages over ranks; multiplied by their number it is the sum
+                    loss = self.objective(batch) / count
+                # DDP averages over ranks; multiply by the world size to get the sum
                 accelerator.backward(loss * accelerator.num_processes)
             self._loss += loss.detach()
         if config.optimiser.clip is not None:
@@ -234,7 +218,7 @@ class Trainer:
     def _log_update(self, started: float) -> None:
         progress = self.progress
         sums = torch.stack([self._loss, self._tokens.to(self._loss)])
-        loss, tokens = self.accelerator.reduce(sums).tolist()  # waits for the device, so the time is what it took
+        loss, tokens = self.accelerator.reduce(sums).tolist()  # synchronises, so that the time includes the kernels
         progress.seconds += time.perf_counter() - started
         steps = progress.step - progress.logged_step
         seconds = max(progress.seconds - progress.logged_seconds, 1e-9)
@@ -305,12 +289,12 @@ class Trainer:
             "peak_memory_mib": round(peak_memory(self._device), 1),
         }
         if self.accelerator.is_main_process:
-            checkpoints.write_text(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
+            write_atomically(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
         self.report({"kind": "end", "step": self.steps, **result})
         return result
 
     def _save(self) -> None:
-        # each process goes on with the mean of all, which has the same sum
+        # every rank resumes with the mean over ranks, whose sum is the same
         sums = torch.stack([self._loss, self._tokens.to(self._loss)])
         loss, tokens = (self.accelerator.reduce(sums) / self.accelerator.num_processes).tolist()
         self.progress.loss, self.progress.tokens = loss, round(tokens)
@@ -321,9 +305,9 @@ class Trainer:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: dict[str, Any] = get_model_state_dict(self._unwrapped(), options=options)
         if self.accelerator.is_main_process:
-            with torch.device("meta"):  # takes no memory, and no random numbers from the run
+            with torch.device("meta"):  # allocates nothing, and draws no random numbers
                 whole = tasks.Objective(self.task.build(self.config), self.task, self.config)
-            # what was sharded unevenly comes as part of something larger, which would be saved too
+            # an uneven shard is a view of a larger tensor, all of which would be saved without the clone
             whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
             aside = self.folder / f".{name}.part"
             whole.model.save_pretrained(aside)
@@ -337,7 +321,7 @@ class Trainer:
         model = type(self._unwrapped().model).from_pretrained(self.folder / name)
         state = tasks.Objective(model, self.task, self.config).state_dict()
         if self.accelerator.is_fsdp2:
-            self.objective.reshard()  # what belongs to no layer stays together after an evaluation
+            self.objective.reshard()  # parameters outside the layers stay gathered after an evaluation
         set_model_state_dict(self._unwrapped(), state, options=StateDictOptions(full_state_dict=True))
 
     def _unwrapped(self) -> tasks.Objective:
@@ -348,18 +332,18 @@ class Trainer:
         return self.accelerator.device
 
     def batches(self, start: int) -> Iterator[tasks.Batch]:
-        """The batches of this process from an update on."""
+        """The micro-batches of this rank, starting at step `start`."""
         accelerator, dataset, config = self.accelerator, self.splits.train, self.config
-        process, processes = accelerator.process_index, accelerator.num_processes
-        order = Batches(_size(dataset), config, start, self.steps, process, processes)
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        order = MicroBatches(dataset_size(dataset), config, start, self.steps, rank, world_size)
         length = padded_length(config, self.splits)
-        if _is_resident(dataset, config, self._device):
+        if resident.applies(dataset, config, self._device):
             return resident.batches(dataset, order, length, self._device)
         items = SeededItems(dataset, config.seed)
         return load_batches(items, order, partial(data.collate, length=length), config.workers, self._device)
 
     def _agreed(self, stop: bool) -> bool:
-        """Whether any process was asked to stop; asked only now and then where that takes communication."""
+        """Whether any rank was asked to stop. With several ranks that is a reduction, made every `log_every` steps."""
         if self.accelerator.num_processes == 1:
             return stop
         if self.progress.step % self.config.log_every:
@@ -380,123 +364,18 @@ class Trainer:
                 "it was started with, or choose another folder."
             )
 
-    def _prepare_folder(self) -> None:
+    def _prepare_folder(self, resumed: bool) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints.write_text(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
+            write_atomically(self.folder / CONFIG, json.dumps(to_dict(self.config), indent=2) + "\n")
             facts = provenance(self.splits.info, self._device, self.accelerator.num_processes)
-            checkpoints.write_text(self.folder / PROVENANCE, json.dumps(facts, indent=2) + "\n")
+            write_provenance(self.folder, facts, resumed=resumed)
         self.accelerator.wait_for_everyone()
-
-
-def padded_length(config: TrainConfig, splits: Splits) -> int | None:
-    """The length to which every batch is padded; None is that of its longest case."""
-    return splits.info.max_length if config.pad_full else None
-
-
-def _is_resident(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool:
-    return config.on_device and device.type == "cuda" and resident.fits(dataset)
-
-
-def evaluate(
-    accelerator: Accelerator, objective: nn.Module, dataset: Dataset, config: TrainConfig, length: int | None
-) -> dict[str, float]:
-    """The metrics of a model on a whole dataset, each example counted once however many processes share it.
-
-    Args:
-        length: see `padded_length`.
-    """
-    task = tasks.get(config.task)
-    metrics = {name: metric.to(accelerator.device) for name, metric in task.metrics(config).items()}
-    size, process, processes = (
-        config.eval_batch_size or config.batch_size,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
-    batches = [range(first, min(first + size, _size(dataset))) for first in range(0, _size(dataset), size)]
-    # all processes run as often, since a sharded model needs all of them; who has nothing left runs an example again
-    shares = [list(batch[process::processes]) or [batch[0]] for batch in batches]
-    if _is_resident(dataset, config, accelerator.device):
-        loader = resident.batches(dataset, enumerate(shares), length, accelerator.device)
-    else:
-        collate = partial(data.collate, length=length)
-        loader = load_batches(dataset, shares, collate, config.workers, accelerator.device)
-    was_training = objective.training
-    objective.eval()
-    with torch.no_grad(), accelerator.autocast():
-        for whole, batch in zip(batches, loader, strict=True):
-            batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            predicted = objective(batch)
-            if process < len(whole):
-                task.update(metrics, predicted, batch)
-    objective.train(was_training)
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
-def _accelerator(config: TrainConfig) -> Accelerator:
-    """The engine: devices and processes, precision, and who holds which part of the model."""
-    # a process may train more than once, each time in another way
-    AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-    plugin = None
-    if config.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # a policy that casts nothing: the precision is autocast's, as with one process
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=MixedPrecisionPolicy()
-        )
-    accelerator = Accelerator(
-        mixed_precision=config.precision if config.precision in _AUTOCAST else "no", fsdp_plugin=plugin
-    )
-    if config.precision == "fp16" and accelerator.device.type == "cpu":
-        raise ValueError("precision fp16 needs a GPU; on a CPU, pass precision=bf16 or float32.")
-    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # the engine offers to shard on GPUs alone, though all that it calls runs on CPUs too
-        for state in (AcceleratorState, PartialState):
-            state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
-    return accelerator
-
-
-def _check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
-    obstacles = {
-        "a GPU": accelerator.device.type != "cuda",
-        "one process": accelerator.num_processes > 1,
-        "accumulate=1": config.accumulate > 1,
-        "another precision than fp16": config.precision == "fp16",
-        "mixup=0 and cutmix=0, which draw on the CPU": bool(config.mixup or config.cutmix),
-        "compile=false": config.compile,
-    }
-    missing = [need for need, unmet in obstacles.items() if unmet]
-    if missing:
-        raise ValueError(f"graphs=true needs {', '.join(missing)}; pass graphs=false.")
-
-
-def _size(dataset: Dataset) -> int:
-    return len(dataset)  # type: ignore[arg-type]
-
-
-def build_optimiser(module: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    options = config.optimiser
-    # the releases spare their tables of positions, though they are matrices
-    positions = {
-        id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()
-    }
-    decayed = [p for p in module.parameters() if options.decay == "all" or (p.dim() > 1 and id(p) not in positions)]
-    chosen = {id(p) for p in decayed}
-    others = [p for p in module.parameters() if id(p) not in chosen]
-    groups = [{"params": decayed, "weight_decay": options.weight_decay}]
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
-    shared: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
-    if config.graphs:
-        shared["capturable"] = True
-    if options.name == "radam":
-        return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
-    return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)
 
 
 @contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C is not waited for."""
+    """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C interrupts at once."""
     requested = False
 
     def ask(number: int, frame: Any) -> None:
@@ -507,7 +386,7 @@ def _stop_requests() -> Iterator[Callable[[], bool]]:
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are not ours
+    except ValueError:  # only the main thread may handle signals
         before = {}
     try:
         yield lambda: requested

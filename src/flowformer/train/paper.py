@@ -74,82 +74,59 @@ _IMAGENET: dict[str, tuple[float | None, ...]] = {
 }
 _DEIT: dict[str, tuple[float | None, ...]] = {"softmax": (79.8, 95.0, 22, 4.6), "flow": (80.0, 94.8, 22, 4.2)}
 _VIT: dict[str, tuple[float | None, ...]] = {"vit-b": (77.9, None, 86, 55.4), "vit-l": (76.5, None, 307, 190.7)}
-_UEA_ATTENTIONS = ["softmax", "linear", "reformer", "longformer", "performer", "yoso", "soft", "cosformer", "flow"]
+# the first five are no attentions, see `methods`
+_UEA_COLUMNS = ["dtw", "xgboost", "rocket", "lstm", "tcn", "softmax", "linear", "reformer", "longformer", "performer"]
+_UEA_COLUMNS += ["yoso", "soft", "cosformer", "flow"]
 _UEA = {
-    "EthanolConcentration": (32.7, 31.9, 31.9, 32.3, 31.2, 31.2, 32.3, 33.5, 33.8),
-    "FaceDetection": (67.3, 67.0, 68.6, 62.6, 67.0, 67.3, 64.8, 67.1, 67.6),
-    "Handwriting": (32.0, 34.7, 27.4, 39.6, 32.1, 30.9, 28.9, 34.7, 33.8),
-    "Heartbeat": (76.1, 76.6, 77.1, 78.0, 75.6, 76.5, 77.1, 75.6, 77.6),
-    "JapaneseVowels": (98.7, 99.2, 97.8, 98.9, 98.1, 98.6, 98.3, 99.2, 98.9),
-    "PEMS-SF": (82.1, 82.1, 82.7, 83.8, 80.9, 85.2, 83.2, 80.9, 83.8),
-    "SelfRegulationSCP1": (92.2, 92.5, 90.4, 90.1, 91.5, 91.1, 91.1, 91.8, 92.5),
-    "SelfRegulationSCP2": (53.9, 56.7, 56.7, 55.6, 56.7, 53.9, 55.0, 55.6, 56.1),
-    "SpokenArabicDigits": (98.4, 98.0, 97.0, 94.4, 98.4, 98.9, 98.4, 98.8, 98.8),
-    "UWaveGestureLibrary": (85.6, 85.0, 85.6, 87.5, 85.3, 88.4, 85.6, 85.0, 86.6),
+    "EthanolConcentration": (32.3, 43.7, 45.2, 32.3, 28.9, 32.7, 31.9, 31.9, 32.3, 31.2, 31.2, 32.3, 33.5, 33.8),
+    "FaceDetection": (52.9, 63.3, 64.7, 57.7, 52.8, 67.3, 67.0, 68.6, 62.6, 67.0, 67.3, 64.8, 67.1, 67.6),
+    "Handwriting": (28.6, 15.8, 58.8, 15.2, 53.3, 32.0, 34.7, 27.4, 39.6, 32.1, 30.9, 28.9, 34.7, 33.8),
+    "Heartbeat": (71.7, 73.2, 75.6, 72.2, 75.6, 76.1, 76.6, 77.1, 78.0, 75.6, 76.5, 77.1, 75.6, 77.6),
+    "JapaneseVowels": (94.9, 86.5, 96.2, 79.7, 98.9, 98.7, 99.2, 97.8, 98.9, 98.1, 98.6, 98.3, 99.2, 98.9),
+    "PEMS-SF": (71.1, 98.3, 75.1, 39.9, 68.8, 82.1, 82.1, 82.7, 83.8, 80.9, 85.2, 83.2, 80.9, 83.8),
+    "SelfRegulationSCP1": (77.7, 84.6, 90.8, 68.9, 84.6, 92.2, 92.5, 90.4, 90.1, 91.5, 91.1, 91.1, 91.8, 92.5),
+    "SelfRegulationSCP2": (53.9, 48.9, 53.3, 46.6, 55.6, 53.9, 56.7, 56.7, 55.6, 56.7, 53.9, 55.0, 55.6, 56.1),
+    "SpokenArabicDigits": (96.3, 69.6, 71.2, 31.9, 95.6, 98.4, 98.0, 97.0, 94.4, 98.4, 98.9, 98.4, 98.8, 98.8),
+    "UWaveGestureLibrary": (90.3, 75.9, 94.4, 41.2, 88.4, 85.6, 85.0, 85.6, 87.5, 85.3, 88.4, 85.6, 85.0, 86.6),
 }
-# the rivals without attention, see `rivals`
-_UEA_RIVALS = ["dtw", "xgboost", "rocket", "lstm", "tcn"]
-_UEA_RIVAL_SCORES = {
-    "EthanolConcentration": (32.3, 43.7, 45.2, 32.3, 28.9),
-    "FaceDetection": (52.9, 63.3, 64.7, 57.7, 52.8),
-    "Handwriting": (28.6, 15.8, 58.8, 15.2, 53.3),
-    "Heartbeat": (71.7, 73.2, 75.6, 72.2, 75.6),
-    "JapaneseVowels": (94.9, 86.5, 96.2, 79.7, 98.9),
-    "PEMS-SF": (71.1, 98.3, 75.1, 39.9, 68.8),
-    "SelfRegulationSCP1": (77.7, 84.6, 90.8, 68.9, 84.6),
-    "SelfRegulationSCP2": (53.9, 48.9, 53.3, 46.6, 55.6),
-    "SpokenArabicDigits": (96.3, 69.6, 71.2, 31.9, 95.6),
-    "UWaveGestureLibrary": (90.3, 75.9, 94.4, 41.2, 88.4),
-}
-_D4RL_ATTENTIONS = ["softmax", "linear", "reformer", "performer", "cosformer", "flow"]
-_D4RL = {
-    "halfcheetah-medium-expert": (83.8, 78.2, 81.5, 85.1, 85.5, 90.8),
-    "hopper-medium-expert": (104.0, 107.2, 104.2, 93.5, 98.1, 109.9),
-    "walker2d-medium-expert": (107.7, 67.2, 71.4, 72.6, 100.5, 108.0),
-    "halfcheetah-medium": (42.4, 42.3, 42.2, 42.1, 42.1, 42.2),
-    "hopper-medium": (64.2, 58.7, 59.9, 59.7, 59.8, 66.9),
-    "walker2d-medium": (70.6, 57.9, 65.8, 63.3, 71.4, 71.7),
-    "halfcheetah-medium-replay": (34.6, 32.1, 33.6, 31.7, 32.8, 34.7),
-    "hopper-medium-replay": (79.7, 74.3, 66.1, 64.6, 59.3, 75.5),
-    "walker2d-medium-replay": (62.9, 62.1, 50.1, 61.3, 60.5, 62.0),
-}
-_D4RL_DEVIATIONS = {
-    "halfcheetah-medium-expert": (3.3, 3.2, 1.6, 2.1, 2.9, 0.4),
-    "hopper-medium-expert": (2.5, 0.9, 9.8, 13.9, 7.4, 1.0),
-    "walker2d-medium-expert": (0.6, 27.3, 1.8, 2.4, 14.5, 0.4),
-    "halfcheetah-medium": (0.1, 0.2, 0.1, 0.2, 0.3, 0.2),
-    "hopper-medium": (1.1, 0.4, 0.7, 7.5, 3.8, 2.5),
-    "walker2d-medium": (3.2, 10.6, 4.9, 10.7, 1.2, 2.5),
-    "halfcheetah-medium-replay": (0.6, 1.5, 0.7, 0.9, 3.6, 1.5),
-    "hopper-medium-replay": (7.4, 7.0, 2.6, 24.2, 16.5, 14.5),
-    "walker2d-medium-replay": (5.0, 7.4, 3.5, 6.7, 9.9, 3.1),
-}
-_D4RL_RIVALS = ["bc", "awac"]
-_D4RL_RIVAL_SCORES = {
-    "halfcheetah-medium-expert": (55.2, 42.8),
-    "hopper-medium-expert": (52.5, 55.8),
-    "walker2d-medium-expert": (107.5, 74.5),
-    "halfcheetah-medium": (42.6, 43.5),
-    "hopper-medium": (52.9, 57.0),
-    "walker2d-medium": (75.3, 72.4),
-    "halfcheetah-medium-replay": (36.6, 40.5),
-    "hopper-medium-replay": (18.1, 37.2),
-    "walker2d-medium-replay": (26.0, 27.0),
-}
+# normalised returns and, of attentions, their deviations over seeds
+_D4RL = """
+                               bc   awac     softmax      linear    reformer   performer   cosformer        flow
+halfcheetah-medium-expert    55.2   42.8    83.8±3.3    78.2±3.2    81.5±1.6    85.1±2.1    85.5±2.9    90.8±0.4
+hopper-medium-expert         52.5   55.8   104.0±2.5   107.2±0.9   104.2±9.8   93.5±13.9    98.1±7.4   109.9±1.0
+walker2d-medium-expert      107.5   74.5   107.7±0.6   67.2±27.3    71.4±1.8    72.6±2.4  100.5±14.5   108.0±0.4
+halfcheetah-medium           42.6   43.5    42.4±0.1    42.3±0.2    42.2±0.1    42.1±0.2    42.1±0.3    42.2±0.2
+hopper-medium                52.9   57.0    64.2±1.1    58.7±0.4    59.9±0.7    59.7±7.5    59.8±3.8    66.9±2.5
+walker2d-medium              75.3   72.4    70.6±3.2   57.9±10.6    65.8±4.9   63.3±10.7    71.4±1.2    71.7±2.5
+halfcheetah-medium-replay    36.6   40.5    34.6±0.6    32.1±1.5    33.6±0.7    31.7±0.9    32.8±3.6    34.7±1.5
+hopper-medium-replay         18.1   37.2    79.7±7.4    74.3±7.0    66.1±2.6   64.6±24.2   59.3±16.5   75.5±14.5
+walker2d-medium-replay       26.0   27.0    62.9±5.0    62.1±7.4    50.1±3.5    61.3±6.7    60.5±9.9    62.0±3.1
+"""
+
+
+def _d4rl() -> dict[str, dict[str, tuple[float, float | None]]]:
+    """The table above: score and deviation by data set and method."""
+    header, *rows = (line.split() for line in _D4RL.strip().splitlines())
+    cells = {name: [cell.partition("±") for cell in row] for name, *row in rows}
+    return {
+        f"d4rl/{name}": {
+            method: (float(score), float(deviation) if deviation else None)
+            for method, (score, _, deviation) in zip(header, row, strict=True)
+        }
+        for name, row in cells.items()
+    }
+
 
 _SCORES: dict[str, dict[str, float]] = {
     **{f"lra/{task}": {name: row[i] for name, row in _LRA_SCORES.items()} for i, task in enumerate(_LRA)},
     "wikitext103": _WIKITEXT,
-    **{
-        f"uea/{name}": dict(zip(_UEA_ATTENTIONS + _UEA_RIVALS, row + _UEA_RIVAL_SCORES[name], strict=True))
-        for name, row in _UEA.items()
-    },
-    **{
-        f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS + _D4RL_RIVALS, row + _D4RL_RIVAL_SCORES[name], strict=True))
-        for name, row in _D4RL.items()
-    },
+    **{f"uea/{name}": dict(zip(_UEA_COLUMNS, row, strict=True)) for name, row in _UEA.items()},
+    **{name: {method: score for method, (score, _) in row.items()} for name, row in _d4rl().items()},
 }
-_DEVIATIONS = {f"d4rl/{name}": dict(zip(_D4RL_ATTENTIONS, row, strict=True)) for name, row in _D4RL_DEVIATIONS.items()}
+_DEVIATIONS = {
+    name: {method: deviation for method, (_, deviation) in row.items() if deviation is not None}
+    for name, row in _d4rl().items()
+}
 _SIZED = {
     "imagenet/hierarchical": _IMAGENET,
     "imagenet/deit-s": _DEIT,
@@ -183,17 +160,26 @@ _AVERAGES = {
     },
     "uea": dict(
         zip(
-            _UEA_RIVALS + _UEA_ATTENTIONS,
+            _UEA_COLUMNS,
             (67.0, 66.0, 72.5, 48.6, 70.3, 71.9, 72.4, 71.5, 72.0, 71.9, 72.2, 71.5, 72.2, 73.0),
             strict=True,
         )
     ),
-    "d4rl": dict(zip(_D4RL_RIVALS + _D4RL_ATTENTIONS, (51.9, 50.1, 72.2, 64.4, 63.9, 63.8, 67.8, 73.5), strict=True)),
+    "d4rl": {
+        "bc": 51.9,
+        "awac": 50.1,
+        "softmax": 72.2,
+        "linear": 64.4,
+        "reformer": 63.9,
+        "performer": 63.8,
+        "cosformer": 67.8,
+        "flow": 73.5,
+    },
 }
 
 
 def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float | None:
-    """A number that the paper prints for a recipe and an attention, or a rival without; None where it prints none.
+    """A number that the paper prints for a recipe and an attention or method; None where it prints none.
 
     Its Long-Range Arena rivals are not trained by the authors but copied from that benchmark, with other sizes.
 
@@ -213,7 +199,7 @@ def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float
 
 
 def paper_score(recipe: str, attention: str) -> float | None:
-    """What the paper prints as the score of a recipe and an attention, or a rival without; None where it prints none.
+    """What the paper prints as the score of a recipe and an attention or method; None where it prints none.
 
     >>> paper_score("uea/JapaneseVowels", "flow"), paper_score("cifar10", "flow")
     (98.9, None)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from .._utils import check_choice
 from ..models import ClassifierConfig, LMConfig, classifier, decision, lm, timeseries, vision
 from ..ops import FlowVariant
-from ..ops.variant import nearest
 from .config import Optimiser, Schedule, TrainConfig
 
 PUBLISHED = "@published"
@@ -402,8 +402,7 @@ def get(name: str) -> TrainConfig:
     [4000, 1000]
     """
     plain = name.removesuffix(PUBLISHED)
-    if plain not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}{nearest(name, RECIPES)}; accepted: {', '.join(RECIPES)}.")
+    check_choice("recipe", plain, RECIPES)
     config = RECIPES[plain](plain != name)
     return replace(config, recipe=name, data_options={**config.data_options, "partial": False})
 

@@ -1,4 +1,4 @@
-"""What a run writes down: a line of JSON for each event, curves for tensorboard, and where it all comes from."""
+"""The record of a run: a line of JSON for each event, curves for tensorboard, and its provenance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,18 @@ import accelerate  # type: ignore[import-untyped]
 import torch
 
 from .. import __version__
+from .._utils import git_commit, write_atomically
 from ..data import DataInfo
-from .checkpoints import write_text
 
-LOG = "log.jsonl"
+LOG, PROVENANCE = "log.jsonl", "provenance.json"
 
 
 class RunLog:
-    """The log of a run, and where tensorboard is installed the same numbers as its curves; only rank 0 writes.
+    """The log of a run, also as tensorboard curves where tensorboard is installed; only rank 0 writes.
 
     Args:
         folder: of the run.
-        step: where the run goes on: what a killed run has written of later steps is taken out.
+        step: where the run starts; records of later steps, left by a run that was killed, are removed.
         active: False writes nothing.
     """
 
@@ -37,7 +36,7 @@ class RunLog:
             return
         path = folder / LOG
         kept = [record for record in read_log(folder) if record["step"] <= step] if path.exists() else []
-        write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +63,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a log, without the half a line that a killed run may leave at its end."""
+    """The records of a log; an incomplete last line, left by a run that was killed, is dropped."""
     if not (folder / LOG).is_file():
         raise FileNotFoundError(f"{folder} has no {LOG}; accepted: the folder of a run.")
     records = []
@@ -77,7 +76,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str, Any]:
-    """Where a result comes from: data, hardware, versions, commit, and the command as a shell takes it."""
+    """Where a result comes from: data, hardware, versions, commit, and the command, quoted for a shell."""
     return {
         "data": info.name,
         "checksum": info.checksum,
@@ -90,27 +89,26 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "torch": torch.__version__,
         "accelerate": accelerate.__version__,
         "flowformer": __version__,
-        "commit": commit(),
+        "commit": git_commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = False) -> None:
+    """Record where a run comes from. The record of its start stays; each resumption is added under "resumed"."""
+    path = folder / PROVENANCE
+    if resumed and path.is_file():
+        first = json.loads(path.read_text())
+        facts = {**first, "resumed": [*first.get("resumed", []), facts]}
+    write_atomically(path, json.dumps(facts, indent=2) + "\n")
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The commit of the package, with a + if files differ from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except OSError:
-        return "unknown"
-    return result.stdout.strip() or "unknown"
-
-
 def peak_memory(device: torch.device) -> float:
-    """MiB: what tensors took at most on a GPU, what the process took at most elsewhere."""
+    """Peak memory in MiB: of tensors on a GPU, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -118,5 +116,5 @@ def peak_memory(device: torch.device) -> float:
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks, known before anything is set up."""
+    """Whether this is rank 0, known before the process group is set up."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,14 +1,15 @@
-"""The paper's tables, run: a queue that is nothing but the folders of its runs.
+"""Runs the tables of the paper: a queue whose only state is the folders of its runs.
 
-A run is a command, `flowformer train` or `flowformer rival`, in a folder named after its config. What is finished has a
-result.json, what is being run has a claim with a heartbeat, everything else is to do and goes on from its newest
-checkpoint. So the queue survives whatever its processes do not, and any number of them can share a folder.
+A run is a command, `flowformer train` or `flowformer fit`, in a folder named after its config. A finished run has a
+result.json, a running one a claim with a heartbeat; every other run is to do, from its newest checkpoint if there is
+one. So the queue survives its processes, and any number of them can share a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -19,23 +20,32 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from .. import data
+from .._utils import check_positive, write_atomically
 from . import checkpoints, claims, tables
 from .loop import RESULT, Interrupted
+from .methods.fit import METHODS
 from .tables import Cell
 
 LOG = "worker.log"
 ERROR = "error.txt"
 SPEED = "lra-speed.csv"
-ENOUGH_DISK = 256 * 2**20  # bytes: a few checkpoints
+MIN_FREE_BYTES = 256 * 2**20  # on the disk: a few checkpoints
 _POLL = 0.2  # seconds
-_START = 20.0  # seconds that a run takes to begin; it is not worth it if it is then to stop
-_PACKAGES = {"decision": ("gymnasium", "mujoco", "h5py"), "images": ("timm", "PIL")}
+_START = 20.0  # seconds that a run takes to start; none is started with less time left
+# what tasks, data sets and methods need
+_PACKAGES = {
+    "decision": ("gymnasium", "mujoco", "h5py"),
+    "images": ("timm", "PIL"),
+    "lra/pathfinder": ("PIL",),
+    **dict.fromkeys(METHODS["series"], ("aeon",)),
+    "xgboost": ("aeon", "xgboost"),
+}
 _NO_SPACE = "No space left on device"
 Say = Callable[[str], None]
 
@@ -49,7 +59,7 @@ class Job:
         folder: of the run.
         command: after `flowformer`.
         done: the file that says that it is finished.
-        alone: whether others beside it would spoil it.
+        alone: whether no other job may run at the same time, as for a benchmark.
         blocked: "missing data" or "missing package", and which; None is ready.
     """
 
@@ -68,7 +78,7 @@ class Job:
         return f"{self.name}, seed {self.seed}"
 
     def state(self) -> str:
-        """ "done", "running" with where, "missing …", "failed" with why, or "to do" with how much of it is done."""
+        """ "done", "running" with its host, "missing …", "failed" with the reason, or "to do" with its checkpoint."""
         if self.done.exists():
             return "done"
         owner = claims.owner(self.folder)
@@ -91,7 +101,7 @@ def jobs(
     overrides: Sequence[str] = (),
     data_dir: Path | None = None,
 ) -> list[Job]:
-    """The runs of a table, the most telling first: of every cell the first seed, then the second.
+    """The runs of a table, the most important first: the first seed of every cell, then the second.
 
     Args:
         table: one of `tables.TABLES`, or "all".
@@ -108,7 +118,7 @@ def jobs(
         if not any(_matches(name, [pattern]) for name in known):
             raise ValueError(f"no cell of {table} matches {pattern!r}; there are {', '.join(known)}.")
     found = [
-        (seed, _worth(cell), _job(cell, seed, out, overrides, data_dir))
+        (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir))
         for cell in chosen
         if _matches(cell.name, cells)
         for seed in range(seeds or cell.seeds)
@@ -122,39 +132,40 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _worth(cell: Cell) -> int:
+def _priority(cell: Cell) -> int:
     name = cell.method.name
-    return tables.WORTH.index(name) if name in tables.WORTH else len(tables.WORTH)
+    return tables.PRIORITY.index(name) if name in tables.PRIORITY else len(tables.PRIORITY)
 
 
 def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:
     recipe, method = cell.column.recipe, cell.method.name
     assignments = cell.assignments(overrides)
-    try:
-        config = cell.config(seed, overrides)
-        folder, blocked = out / config.name, _blocked(config.task, config.data, str(config.data_options), data_dir)
-    except ImportError as error:  # a rival without attention that only its package knows
-        folder, blocked = out / recipe / f"{method}-seed{seed}", f"missing package: {error}"
-    if cell.is_rival:
-        words = ["rival", recipe, method, *assignments, "--seed", str(seed)]
-    else:
+    config = cell.config(seed, overrides)
+    folder = out / config.name
+    blocked = _missing_package(config.task, config.data, method) or _missing_data(
+        config.data, json.dumps(config.data_options), data_dir
+    )
+    if cell.is_attention:
         words = ["train", recipe, f"attention={method}", f"seed={seed}", *assignments, "--resume"]
+    else:
+        words = ["fit", recipe, method, *assignments, "--seed", str(seed)]
     if data_dir is not None:
         words += ["--data", str(data_dir)]
     command = (*words, "--out", str(folder), "--json")
     return Job(cell.name, seed, folder, command, folder / RESULT, cell.column.minutes, cell.paper(), blocked=blocked)
 
 
-@cache
-def _blocked(task: str, name: str, options: str, data_dir: Path | None) -> str | None:
-    """What keeps runs on a data set from running; `options` are in words, so that answers can be remembered."""
-    import ast
+def _missing_package(*needing: str) -> str | None:
+    """Which packages keep a task, a data set or a method from running."""
+    packages = dict.fromkeys(package for name in needing for package in _PACKAGES.get(name, ()))
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return f"missing package: {', '.join(missing)}" if missing else None
 
-    needed = (*_PACKAGES.get(task, ()), *(("PIL",) if name == "lra/pathfinder" else ()))
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        return f"missing package: {', '.join(missing)}"
-    source = data.store.missing(partial(data.load, name, data_dir, **ast.literal_eval(options)))
+
+@cache
+def _missing_data(name: str, options: str, data_dir: Path | None) -> str | None:
+    """Which data keep runs from running; the options of the data are JSON, since a cache needs hashable arguments."""
+    source = data.missing(name, data_dir, **json.loads(options))
     return None if source is None else f"missing data: {source.name}"
 
 
@@ -173,7 +184,7 @@ class Queue:
         out: their folder.
         pack: how many run at once.
         minutes: after which everything has stopped, with a checkpoint; None is no end.
-        begun: since when they count, as `time.monotonic` says it; None is since `run`.
+        begun: when the minutes started, by `time.monotonic`; None is the start of `run`.
         say: is called with a line for each event.
     """
 
@@ -188,16 +199,15 @@ class Queue:
     _running: dict[subprocess.Popen, Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.pack < 1:
-            raise ValueError(f"pack must be at least 1, got {self.pack}.")
+        check_positive(pack=self.pack)
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0, got {self.minutes}.")
 
     def run(self) -> None:
-        """Raises `Interrupted` after Ctrl-C or SIGTERM; what was running has then a checkpoint."""
+        """Run all jobs. After Ctrl-C or SIGTERM, waits for the checkpoints of running jobs and raises `Interrupted`."""
         begun = time.monotonic() if self.begun is None else self.begun
         limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
-        # a checkpoint follows the update, or the evaluation, that is on its way
+        # jobs finish their current update or evaluation before they write a checkpoint
         stop_at = limit if self.minutes is None else limit - min(60.0, 15 * self.minutes)
         for job in self.jobs:
             if job.done.exists() and claims.owner(job.folder) is None:
@@ -228,7 +238,7 @@ class Queue:
         return None
 
     def _start(self, waiting: deque[Job], stop_at: float) -> bool:
-        """Start what there is room for; False if there is nothing left to wait for."""
+        """Start as many jobs as may run at once; False if nothing is left to start or to wait for."""
         others = []  # claims of other processes
         while waiting and len(self._running) < self.pack and time.monotonic() + _START < stop_at:
             job = waiting[0]
@@ -240,7 +250,7 @@ class Queue:
             owner = claims.reserve(job.folder)
             if owner is not None:
                 others.append((job, owner))
-            elif job.done.exists():  # since a moment ago
+            elif job.done.exists():  # another machine finished it just now
                 claims.unreserve(job.folder)
             else:
                 self._launch(job)
@@ -252,7 +262,7 @@ class Queue:
         if not others:
             self.stopped = f"the {self.minutes:g} minutes are nearly over"
             return False
-        # those of this machine end soon, and so do those of a machine that is gone; others may take hours
+        # claims of this machine, and those that expire, are free soon; other machines may take hours
         soon = [owner for _, owner in others if owner["here"] or owner["silent"] > 3 * claims.HEARTBEAT]
         if others and not soon:
             hosts = ", ".join(sorted({owner["host"] for _, owner in others}))
@@ -261,7 +271,7 @@ class Queue:
 
     def _launch(self, job: Job) -> None:
         free = shutil.disk_usage(self.out).free
-        if free < ENOUGH_DISK:
+        if free < MIN_FREE_BYTES:
             claims.unreserve(job.folder)
             raise OSError(
                 f"the disk of {self.out} has {free / 2**20:.0f} MiB left, too little for checkpoints. Free some space; "
@@ -302,10 +312,10 @@ class Queue:
                 self.failed[job.label] = message = _message(job.folder / LOG, code)
                 self.say(f"failed: {job.label}: {message}")
                 with contextlib.suppress(OSError):
-                    checkpoints.write_text(job.folder / ERROR, f"{message}\n")
+                    write_atomically(job.folder / ERROR, f"{message}\n")
 
     def _stop(self, limit: float) -> None:
-        """Ask what is running to stop, wait for its checkpoints, and end what does not come to one in time."""
+        """Ask running jobs to stop, wait for their checkpoints, and kill those that write none in time."""
         for process in self._running:
             process.send_signal(signal.SIGTERM)
         while self._running and time.monotonic() < limit - min(5.0, 0.05 * 60 * (self.minutes or 100)):
@@ -320,12 +330,12 @@ class Queue:
 
 
 def _free(job: Job) -> None:
-    """A finished run goes on from nowhere; its checkpoints would be most of what a queue takes on the disk."""
+    """Delete the checkpoints of a finished job: they would be most of the disk space of a queue."""
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
 
 
 def default_pack() -> int:
-    """Models of these tables are small: a GPU holds eight, each of which keeps a core busy."""
+    """Jobs to run at once: the models are small, so a GPU holds eight, and each keeps one core busy."""
     return min(8, max(1, cores() // 2)) if torch.cuda.is_available() else min(8, cores())
 
 
@@ -334,7 +344,7 @@ def cores() -> int:
 
 
 def _message(log: Path, code: int) -> str:
-    """Why a run failed: its last words."""
+    """Why a run failed: the last error in its log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith("error:"):
@@ -345,7 +355,7 @@ def _message(log: Path, code: int) -> str:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM become a request."""
+    """Ctrl-C and SIGTERM become a request to stop, which the returned function tells."""
     asked: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: asked.append(number))

@@ -1,6 +1,6 @@
-"""Training data in the memory of the device: batches are gathered there, and no worker reads, pads or sends any.
+"""Data sets kept in GPU memory: batches are gathered there, without workers and without host-to-device copies.
 
-The batches are those that `data.collate` makes, bit for bit.
+The batches equal those of `data.collate`, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..data.splits import MASKS, Columns, Rows
+from ..data.splits import MASKS, Columns, FlatSequences
+from .config import TrainConfig
 from .tasks import Batch
 
-ENOUGH = 4 * 2**30  # bytes of a dataset that a GPU has to spare
+MAX_BYTES = 4 * 2**30  # of a dataset, to leave the memory of a GPU to the model
 
 
-class Column:
-    """Cases of one length as rows of a tensor, or of any length end to end; where each begins and ends stays here."""
+class DeviceColumn:
+    """One key of all cases, on the device: rows of a tensor, or cases of any length end to end.
+
+    The bounds of the cases stay on the host, which needs them for the shape of a batch.
+    """
 
     def __init__(self, column: Any, device: torch.device) -> None:
         self.rows: Tensor | None = None
@@ -27,7 +31,7 @@ class Column:
             self.rows = column.to(device)
             return
         self.shift: int | None = None
-        if isinstance(column, Rows):
+        if isinstance(column, FlatSequences):
             self.starts, ends, flat, self.shift = column.starts, column.ends, column.flat, column.shift
         else:
             ends, flat = torch.tensor([len(case) for case in column]).cumsum(0), torch.cat(list(column))
@@ -46,9 +50,9 @@ class Column:
         device, lengths = self.flat.device, self.lengths[chosen]
         longest = max(int(lengths.max()), length or 0)
         starts, counts = _sent(torch.stack((self.starts[chosen], lengths)), device)  # in one copy
-        places = torch.arange(longest, device=device)
-        mask = places < counts[:, None]  # (B, N)
-        found = self.flat[torch.where(mask, starts[:, None] + places, 0)]
+        offsets = torch.arange(longest, device=device)
+        mask = offsets < counts[:, None]  # (B, N)
+        found = self.flat[torch.where(mask, starts[:, None] + offsets, 0)]
         if self.shift is not None:
             found = found.long() + self.shift
         if int(lengths.min()) == longest:
@@ -57,26 +61,33 @@ class Column:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device, without waiting for it."""
+    """x on the device, by an asynchronous copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def applies(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool:
+    """Whether the batches of a run are gathered on the device."""
+    return config.on_device and device.type == "cuda" and fits(dataset)
+
+
 def fits(dataset: Dataset) -> bool:
-    """Whether a dataset is nothing but its columns, which are read as they are and small enough."""
-    return type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= ENOUGH
+    """Whether a dataset is its columns alone, unchanged when read, and small enough."""
+    return (
+        type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= MAX_BYTES
+    )
 
 
 def batches(
     dataset: Dataset, order: Iterable[tuple[int, list[int]]], length: int | None, device: torch.device
 ) -> Iterator[Batch]:
-    """The batches that `order` says, on the device.
+    """The batches in a given order, on the device.
 
     Args:
         dataset: one that `fits`.
-        order: numbers and indices, as of `order.Batches`.
+        order: numbers and indices, as of `MicroBatches`.
         length: as of `data.collate`.
     """
-    columns = {key: Column(column, device) for key, column in _columns(dataset).items()}
+    columns = {key: DeviceColumn(column, device) for key, column in _columns(dataset).items()}
     for _, indices in order:
         chosen, batch = torch.tensor(indices), {}
         for key, column in columns.items():
@@ -93,4 +104,4 @@ def _columns(dataset: Any) -> dict[str, Any]:
 def _bytes(column: Any) -> int:
     if isinstance(column, Tensor):
         return column.nbytes
-    return column.flat.nbytes if isinstance(column, Rows) else sum(case.nbytes for case in column)
+    return column.flat.nbytes if isinstance(column, FlatSequences) else sum(case.nbytes for case in column)

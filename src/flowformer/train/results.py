@@ -1,24 +1,29 @@
-"""Results: finished runs as rows with all that says where they come from, and models of runs looked at again."""
+"""Finished runs as rows with their provenance, and trained models evaluated or drawn again."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import Tensor
 
 from .. import data
+from .._utils import atomic_file, check_choice
 from ..models.counts import count
-from ..ops.variant import FlowVariant, nearest
+from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .loop import CONFIG, PROVENANCE, RESULT, evaluate, padded_length
+from .evaluation import evaluate, padded_length
+from .loop import CONFIG, RESULT
+from .methods.fit import method_of
 from .paper import paper_score, percent
+from .record import PROVENANCE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,8 +70,8 @@ _NUMBERS = (
     "peak_memory_mib",
 )
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
-# what leaves the result of a run as it is
-_NOT_OF_THE_RESULT = (
+# fields that do not change the experiment
+_SAME_EXPERIMENT = (
     "recipe",
     "seed",
     "workers",
@@ -77,7 +82,7 @@ _NOT_OF_THE_RESULT = (
     "keep",
     "model.attention",
 )
-# other arithmetic, the same experiment: shown beside the paper's number, and named there
+# fields that change only the arithmetic: such runs are compared with the paper, and labelled
 ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
@@ -98,19 +103,30 @@ def collect(sources: Iterable[Path]) -> list[Row]:
         )
         for row in rows:
             known = found.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
-            # a repeated run is no other seed; a folder says more than a row of a table
+            # the same run may be found as a folder and as a row of a CSV: keep the folder
             if not Path(known["folder"]).is_dir() and Path(row["folder"]).is_dir():
                 known.update(row)
     return sorted(found.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
 
 def same_experiment(differences: str) -> bool:
-    """Whether runs with these differences from a recipe belong beside the paper's number: other arithmetic does.
+    """Whether runs with these differences from a recipe are compared with the paper: only the arithmetic may differ.
 
     >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
     (True, False)
     """
     return all(each == recipes.PUBLISHED or each.partition("=")[0] in ARITHMETIC for each in differences.split())
+
+
+def comparable_score(fields: dict[str, Any], attention: str) -> float | None:
+    """The paper's number for a run; None where the paper prints none, or the run is another experiment.
+
+    Args:
+        fields: the content of its config.json.
+        attention: its attention, or its method.
+    """
+    same = same_experiment(" ".join(differences(fields)))
+    return paper_score(fields["recipe"], attention) if same else None
 
 
 def differences(fields: dict[str, Any]) -> list[str]:
@@ -121,7 +137,7 @@ def differences(fields: dict[str, Any]) -> list[str]:
     """
     if fields["recipe"].removesuffix(recipes.PUBLISHED) not in recipes.RECIPES:
         return []
-    if "rival" in fields:
+    if method_of(fields) is not None:
         recipe = recipes.get(fields["recipe"])
         steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
         sides = ({"options": steps, "data_options": recipe.data_options}, fields)
@@ -136,7 +152,7 @@ def differences(fields: dict[str, Any]) -> list[str]:
     return [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
-        if key not in _NOT_OF_THE_RESULT
+        if key not in _SAME_EXPERIMENT
         and key not in by_data
         and not isinstance(value, FlowVariant)
         and before.get(key) != value
@@ -164,8 +180,8 @@ def _row(run: Path) -> Row:
         row[f"top5_{which}"] = None if top5 is None else percent("top5", top5)
     row["best_step"] = result["best"].get("step")
     row["overrides"] = " ".join(differences(fields))
-    row["multiply_adds"] = None if "rival" in fields else _multiply_adds(from_dict(fields))
-    row["paper"] = paper_score(row["recipe"], row["attention"]) if same_experiment(row["overrides"]) else None
+    row["multiply_adds"] = None if method_of(fields) else _multiply_adds(from_dict(fields))
+    row["paper"] = comparable_score(fields, row["attention"])
     row["folder"] = str(run)
     return _typed({name: row.get(name) for name in _COLUMNS})
 
@@ -191,7 +207,7 @@ def _typed(row: Row) -> Row:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with atomic_file(path, newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -219,7 +235,8 @@ def evaluate_run(
     """
     config, task, trained = _open(run, model)
     splits = data.load(config.data, data_dir, **config.data_options)
-    dataset = getattr(splits, _one_of("split", split, ("test", "valid")))
+    check_choice("split", split, ("test", "valid"))
+    dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
     accelerator = Accelerator()
@@ -238,9 +255,39 @@ def draw_maps(
     from .. import viz
 
     config, _, trained = _open(run, model)
+    titles, inputs = _examples(config, splits or data.load(config.data, data_dir, **config.data_options))
+    draw: Callable[..., Figure] = viz.over_time if config.task == "series" else viz.over_images
+    return draw(trained, *inputs, titles=titles)
+
+
+@torch.no_grad()
+def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str | Path | None = None) -> Figure:
+    """What the attention of each run gives weight to, over the same test examples, one of each class, up to nine.
+
+    Args:
+        runs: folders of runs on the same data.
+        model, data_dir: as of `evaluate_run`.
+    """
+    from .. import viz
+
+    opened = [_open(run, model) for run in runs]
+    config = opened[0][0]
+    read = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
+    if len(read) > 1:
+        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(read))}.")
+    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
+    labels = [other.model.attention for other, _, _ in opened]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label}, {run.name}" for label, run in zip(labels, runs, strict=True)]
+    models = {label: trained.eval() for label, (_, _, trained) in zip(labels, opened, strict=True)}
+    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
+    return draw(models, *inputs, titles=titles)
+
+
+def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:
+    """One test example of each class, up to nine: their titles, and what the figures take."""
     if config.task not in ("series", "images"):
         raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
-    splits = splits or data.load(config.data, data_dir, **config.data_options)
     examples: dict[int, Any] = {}
     for i in range(len(splits.test)):  # type: ignore[arg-type]
         example = splits.test[i]
@@ -250,10 +297,10 @@ def draw_maps(
     titles = [f"{config.data}, class {label}" for label in sorted(examples)]
     batch = data.collate([examples[label] for label in sorted(examples)])
     if config.task == "series":
-        return viz.over_time(trained, batch["series"], batch.get("mask"), titles=titles)
+        return titles, (batch["series"], batch.get("mask"))
     images = batch["image"]
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    return viz.over_images(trained, images, (images - low) / (high - low), titles=titles)
+    return titles, (images, (images - low) / (high - low))
 
 
 def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = None) -> dict[str, Path]:
@@ -302,23 +349,17 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
-    rival = json.loads((run / CONFIG).read_text()).get("rival")
-    if rival is not None:
-        raise NotImplementedError(f"{run} has the scores of {rival}, but no model: fit it again with flowformer rival.")
+    method = method_of(json.loads((run / CONFIG).read_text()))
+    if method is not None:
+        raise NotImplementedError(f"{run} has the scores of {method}, but no model: fit it again with flowformer fit.")
     config = load(run / CONFIG)
     task = tasks.get(config.task)
-    folder, trained = run / _one_of("model", model, ("final", "best")), type(task.build(config))
+    check_choice("model", model, ("final", "best"))
     try:
-        return config, task, trained.from_pretrained(folder)
+        return config, task, type(task.build(config)).from_pretrained(run / model)
     except FileNotFoundError as error:
         written = "when the run ends" if model == "final" else "at the first evaluation"
         raise FileNotFoundError(
             f"{run} has no {model} model yet: it is written {written}. Go on with the run: flowformer train "
             f"{config.recipe} with its overrides, --out {run} and --resume."
         ) from error
-
-
-def _one_of(what: str, value: str, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise ValueError(f"unknown {what} {value!r}{nearest(value, accepted)}; accepted: {', '.join(accepted)}.")
-    return value

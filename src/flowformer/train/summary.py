@@ -1,4 +1,4 @@
-"""The paper's tables filled in: mean and deviation over seeds, final and best evaluation, the paper's number beside."""
+"""The paper's tables filled in: mean and deviation over seeds, final and best evaluation, and the paper's number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import write_text
+from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, same_experiment, write_csv
@@ -20,7 +20,7 @@ _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
 
 @dataclass(frozen=True)
 class Score:
-    """A number and how far runs are apart; `deviation` is None for a single run."""
+    """The mean over runs and its standard deviation, None for a single run."""
 
     mean: float
     deviation: float | None = None
@@ -88,7 +88,7 @@ class FilledTable:
 
     @property
     def note(self) -> str:
-        """How to read the numbers."""
+        """The sentence above the table: how to read its numbers."""
         runs = [run for line in self.lines for cell in line.cells.values() for run in cell.runs]
         chosen = sorted({run["best_chosen_on"] for run in runs} - {"nothing"})
         parts = [
@@ -141,7 +141,7 @@ def _is_of(cell: Cell, row: Row) -> bool:
 
 
 def _beyond(cell: Cell, row: Row) -> str:
-    """What differs from the cell, in words."""
+    """The overrides of a run that its cell does not have."""
     more = [each for each in row["overrides"].split() if each not in cell.overrides]
     return " ".join(([PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []) + more)
 
@@ -178,7 +178,7 @@ def _cell(cell: Cell, rows: list[Row], comparable: bool) -> Filled:
 def _average(
     table: Table, method: Method, filled: dict[Column, Filled], columns: Sequence[Column], comparable: bool
 ) -> Filled | None:
-    """Over the columns that count; None where one of them is empty, or there is but one."""
+    """The average over the columns that are no stand-ins; None if one of them has no run, or there is only one."""
     counted = [column for column in columns if not column.stands_in]
     if table.family is None or len(counted) < 2 or any(column not in filled for column in counted):
         return None
@@ -241,7 +241,7 @@ _RUN_COLUMNS = {
 
 
 def _run(row: Row) -> list[str]:
-    """A run in words."""
+    """The cells of a run in the list of runs."""
     values = {**row, "training_seconds": f"{row['training_seconds'] or 0:.0f}"}
     return ["" if values[name] is None else str(values[name]) for name in _RUN_COLUMNS]
 
@@ -261,9 +261,9 @@ def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = No
     folder.mkdir(parents=True, exist_ok=True)
     csv, text, html = (folder / f"results.{kind}" for kind in ("csv", "md", "html"))
     write_csv(rows, csv)
-    write_text(text, markdown(rows) + "\n")
+    write_atomically(text, markdown(rows) + "\n")
     try:
-        write_text(html, page(rows, figures or {}))
+        write_atomically(html, page(rows, figures or {}))
     except ImportError:
         return [csv, text]
     return [csv, text, html]
@@ -273,21 +273,21 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     """The page of results as HTML."""
     from ..viz.page import results_page
 
-    places = {id(row): i for i, row in enumerate(rows)}
+    numbers = {id(row): i for i, row in enumerate(rows)}
     tables: list[dict[str, Any]] = []
     for table in fill(rows):
         headings, lines = table.grid()
-        cells = [(name, [_page_cell(cell, table.table.compared, places) for cell in line]) for name, line in lines]
+        cells = [(name, [_page_cell(cell, table.table.compared, numbers) for cell in line]) for name, line in lines]
         tables.append({"title": table.table.title, "note": table.note, "headings": headings, "lines": cells})
     every = [
         (
             row["recipe"],
             [
-                {"text": text, "value": row[name] if isinstance(row[name], int | float) else text, "runs": [place]}
+                {"text": text, "value": row[name] if isinstance(row[name], int | float) else text, "runs": [number]}
                 for name, text in list(zip(_RUN_COLUMNS, _run(row), strict=True))[1:]
             ],
         )
-        for place, row in enumerate(rows)
+        for number, row in enumerate(rows)
     ]
     headings = list(_RUN_COLUMNS.values())[1:]
     tables.append({"title": "Runs", "note": "Each finished run.", "headings": headings, "lines": every})
@@ -302,11 +302,11 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     return results_page("Flowformer: results", tables, runs, figures)
 
 
-def _page_cell(cell: Filled | str | None, compared: str, places: dict[int, int]) -> dict[str, Any] | None:
+def _page_cell(cell: Filled | str | None, compared: str, numbers: dict[int, int]) -> dict[str, Any] | None:
     if cell is None:
         return None
     text, _, paper = str(cell).partition("; ")
     if isinstance(cell, str):
         return {"text": text, "paper": paper, "value": float(text), "runs": []}
-    runs = [places[id(row)] for row in cell.runs]
+    runs = [numbers[id(row)] for row in cell.runs]
     return {"text": text, "paper": paper, "value": getattr(cell, compared).mean, "runs": runs}

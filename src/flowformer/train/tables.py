@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from ..ops.variant import nearest
+from .._utils import check_choice
 from . import recipes
 from .config import TrainConfig, override
+from .methods.fit import METHODS, MethodConfig, configure
 from .paper import Figure, paper_average, paper_figure
-from .rivals import RivalConfig, configure
 
 DATA_OPTIONS = "data_options."
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: an attention, or a rival without.
+    """A row: an attention, or a method that is none.
 
     Args:
         label: as the paper prints it.
-        name: of the attention, or of the rival.
+        name: of the attention, or of the method that is none.
         overrides: of the recipe.
         seeds: runs of a cell; None is what the table says.
     """
@@ -44,7 +45,7 @@ class Column:
         recipe: its name.
         minutes: that a run takes on one H200 with seven others beside it, roughly.
         overrides: of the recipe.
-        stands_in: for data that cannot be had: never beside the paper's number, nor part of an average.
+        stands_in: whether it replaces data that are not available; it is not compared with the paper, nor averaged.
     """
 
     label: str
@@ -110,36 +111,35 @@ class Cell:
         return self.column.overrides + self.method.overrides
 
     @property
-    def is_rival(self) -> bool:
-        return self.method.name in RIVALS
+    def is_attention(self) -> bool:
+        return not any(self.method.name in names for names in METHODS.values())
 
     @property
     def seeds(self) -> int:
         return self.method.seeds or self.table.seeds
 
-    def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | RivalConfig:
-        """What a run of the cell is made of.
+    def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | MethodConfig:
+        """The config of a run of the cell.
 
         Args:
-            overrides: more of them; a rival without attention takes those of the data alone.
+            overrides: more of them; a method that is no attention takes those of the data alone.
         """
         chosen = self.assignments(overrides)
-        if self.is_rival:
+        if not self.is_attention:
             return configure(self.column.recipe, self.method.name, chosen, seed=seed)
         attention = f"attention={self.method.name}"
         return override(recipes.get(self.column.recipe), [attention, f"seed={seed}", *chosen])
 
     def assignments(self, overrides: Sequence[str]) -> list[str]:
         """The overrides of the cell and those of the user, as far as they are for it."""
-        return [*self.overrides, *(each for each in overrides if not self.is_rival or each.startswith(DATA_OPTIONS))]
+        return [*self.overrides, *(each for each in overrides if self.is_attention or each.startswith(DATA_OPTIONS))]
 
     def paper(self, figure: Figure = "score") -> float | None:
         return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
 
 
-RIVALS = ("dtw", "xgboost", "rocket", "lstm", "tcn", "bc", "awac")
-# what is run first, whatever the order of the rows
-WORTH = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
+# run first, in this order
+PRIORITY = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
 _REMOVALS = (
     Method("Flowformer w/o competition", "flow-without-competition"),
     Method("Flowformer w/o allocation", "flow-without-allocation"),
@@ -250,31 +250,24 @@ _VISION_METHODS = (
     Method("cosFormer", "cosformer"),
     _FLOW,
 )
-IMAGENET = Table(
+_imagenet = partial(Table, seeds=1, compared="best", figures=("top5", "parameters", "flops"))
+IMAGENET = _imagenet(
     "imagenet",
     "ImageNet-1K, top-1 accuracy in %",
     (Column("top-1", "imagenet/hierarchical", 20_000),),
     _VISION_METHODS,
-    seeds=1,
-    compared="best",
-    figures=("top5", "parameters", "flops"),
 )
-DEIT = Table(
+DEIT = _imagenet(
     "imagenet-deit",
     "ImageNet-1K with DeiT-S, top-1 accuracy in %",
     (Column("top-1", "imagenet/deit-s", 10_000),),
     (Method("DeiT-S", "softmax"), Method("DeiT+Flowformer", "flow")),
-    seeds=1,
-    compared="best",
-    figures=("top5", "parameters", "flops"),
 )
-VIT = Table(
+VIT = _imagenet(
     "imagenet-vit",
     "ImageNet-1K with ViT, top-1 accuracy in %",
     (Column("ViT-B", "imagenet/vit-b", 20_000), Column("ViT-L", "imagenet/vit-l", 60_000)),
     (Method("ViT", "softmax"),),
-    seeds=1,
-    compared="best",
     figures=("parameters", "flops"),
 )
 CIFAR10 = Table(
@@ -396,6 +389,5 @@ def select(name: str) -> list[Table]:
     ['imagenet', 'imagenet-deit', 'imagenet-vit', 'cifar10']
     """
     accepted = [*TABLES, ALL]
-    if name not in accepted:
-        raise ValueError(f"unknown table {name!r}{nearest(name, accepted)}; accepted: {', '.join(accepted)}.")
+    check_choice("table", name, accepted)
     return [table for key, tables in TABLES.items() if name in (key, ALL) for table in tables]

@@ -1,4 +1,4 @@
-"""What a batch and a metric are, for each family of the paper: the loop knows of data and models only through a task.
+"""The tasks: what a batch, a loss and a metric are in each family of the paper. The loop knows no model and no data.
 
 Shapes: B batch, N tokens or steps, T steps of a trajectory.
 """
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from .._utils import check_choice
 from ..data import DataInfo, Splits
+from ..data.environments import environment_of
 from ..models import (
     FlowformerClassifier,
     FlowformerDecision,
@@ -31,7 +33,6 @@ from ..models.base import FlowModel
 from ..models.lm import IGNORED
 from ..models.vision import VisionLayer
 from ..nn import FlowDecoderLayer, FlowEncoderLayer
-from ..ops.variant import nearest
 from .config import TrainConfig
 
 Batch = dict[str, Tensor]
@@ -40,7 +41,7 @@ _LAYERS = (FlowEncoderLayer, FlowDecoderLayer, VisionLayer)
 
 @dataclass(frozen=True)
 class Task:
-    """A family: its models, what goes into them, and how their results are scored.
+    """A task: its models, their inputs, and how their outputs are scored.
 
     Args:
         models: the classes, one for each class of config.
@@ -83,7 +84,7 @@ class Task:
         return [batch.get(key) for key in self.inputs]
 
     def count(self, batch: Batch) -> Tensor:
-        """Over how many things the loss of a batch is a sum."""
+        """The number of terms in the loss of a batch: examples, tokens or numbers of actions."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
@@ -110,7 +111,7 @@ class Task:
         raise NotImplementedError
 
     def tokens(self, batch: Batch) -> int | Tensor:
-        """How many tokens a batch has, padding not counted; a tensor beside the batch, so that nobody waits for it."""
+        """The number of tokens of a batch without padding; a tensor on its device, so that nothing synchronises."""
         masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
         if masks:
             return sum(mask.sum() for mask in masks)
@@ -122,7 +123,7 @@ class Classification(Task):
     """One label for each example; images may be mixed with each other in training."""
 
     def count(self, batch: Batch) -> Tensor:
-        # filled on the device: a copy from the host would wait for all updates before
+        # filled on the device: a copy from the host would synchronise
         return torch.full((), float(len(batch["label"])), device=batch["label"].device)
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
@@ -162,11 +163,11 @@ class Classification(Task):
 
 
 def _accuracy(classes: int, top_k: int = 1) -> Metric:
-    # its check of each batch would wait for the device
+    # validating each batch would synchronise the device
     return MulticlassAccuracy(classes, top_k=top_k, average="micro", validate_args=False)
 
 
-class Language(Task):
+class LanguageModelling(Task):
     """The next token after each token; perplexity is per token, bits per token is the same in other units."""
 
     def count(self, batch: Batch) -> Tensor:
@@ -189,18 +190,21 @@ class Language(Task):
 
     @staticmethod
     def _targets(batch: Batch) -> Tensor:
-        """(B, N), the token after each, IGNORED where it is padding, or was predicted before and is here as context."""
+        """(B, N), the token after each; IGNORED for padding, and for context, which earlier cases have predicted."""
         targets = batch["tokens"][:, 1:]
         if "mask" in batch:
             targets = targets.masked_fill(~batch["mask"][:, 1:], IGNORED)
         if "context" in batch:
-            place = torch.arange(targets.shape[1], device=targets.device)
-            targets = targets.masked_fill(place < batch["context"][:, None], IGNORED)
+            position = torch.arange(targets.shape[1], device=targets.device)
+            targets = targets.masked_fill(position < batch["context"][:, None], IGNORED)
         return targets
 
 
 class _Mean(Metric):
-    """A sum over a count, of all batches and processes; a NaN stays, and no batch waits until it was looked at."""
+    """A sum over a count, over all batches and ranks.
+
+    torchmetrics.MeanMetric looks for NaN in each batch, which synchronises the device.
+    """
 
     total: Tensor
     count: Tensor
@@ -226,7 +230,7 @@ class _Perplexity(_Mean):
 
 
 class Decision(Task):
-    """The actions of trajectories, by their squared error; what they are worth is seen by playing."""
+    """The actions of trajectories, trained by their squared error and evaluated by playing episodes."""
 
     sizes: ClassVar[dict[str, str]] = {"state_dim": "num_features", "action_dim": "num_actions", "window": "max_length"}
 
@@ -245,14 +249,14 @@ class Decision(Task):
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any]:
         """Play episodes with the paper's target return of the environment, and with half of it.
 
-        The scores also say which environment was played how often, and under "note" if a target return is above every
-        episode of the data: what the model is asked for then is nothing that it has seen.
+        The scores also hold the environment and the number of episodes, and a "note" if a target return is above
+        those of all episodes in the data: such returns were never seen in training.
         """
         from ..integrations.gymnasium import DecisionPolicy, evaluate
 
         episodes = config.final_episodes if last else config.episodes
         environment = splits.info.environment
-        target = target_return_of(environment)
+        target = environment_of(environment).target_return
         train: Any = splits.train
         best = float(train.returns.max())
         scores: dict[str, Any] = {"environment": environment, "episodes": episodes}
@@ -277,25 +281,6 @@ class Decision(Task):
         return scores
 
 
-# the larger of the two returns that the paper asks for; the other is half of it
-TARGET_RETURNS = {"Hopper": 3600.0, "HalfCheetah": 12000.0, "Walker2d": 5000.0}
-
-
-def target_return_of(environment: str) -> float:
-    """The larger of the two returns that the paper asks for.
-
-    >>> target_return_of("Walker2d-v4")
-    5000.0
-    """
-    name = environment.partition("-")[0]
-    if name not in TARGET_RETURNS:
-        raise ValueError(
-            f"there is no target return for the environment {environment!r} of the data; accepted: any version of "
-            f"{', '.join(TARGET_RETURNS)}."
-        )
-    return TARGET_RETURNS[name]
-
-
 def environments(name: str, episodes: int) -> Any:
     """Vector environments to play so many episodes in."""
     import gymnasium
@@ -313,7 +298,7 @@ TASKS: dict[str, Task] = {
     ),
     "series": Classification((FlowformerTimeSeries,), ("series", "mask"), "accuracy", True),
     "images": Classification((FlowformerVision, FlowformerDeiT), ("image",), "accuracy", True),
-    "language": Language((FlowformerLM,), ("tokens", "mask"), "perplexity", False),
+    "language": LanguageModelling((FlowformerLM,), ("tokens", "mask"), "perplexity", False),
     "decision": Decision(
         (FlowformerDecision,), ("returns_to_go", "states", "actions", "timesteps", "mask"), "score", True
     ),
@@ -321,18 +306,17 @@ TASKS: dict[str, Task] = {
 
 
 def get(name: str) -> Task:
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{nearest(name, TASKS)}; accepted: {', '.join(TASKS)}.")
+    check_choice("task", name, TASKS)
     return TASKS[name]
 
 
 class Objective(nn.Module):
-    """A model and its task as one module, so that all that is distributed or compiled goes through one forward."""
+    """A model and its loss as one module, so that DDP, FSDP and torch.compile see a single forward."""
 
     def __init__(self, model: FlowModel, task: Task, config: TrainConfig) -> None:
         super().__init__()
         self.model, self.task, self.config = model, task, config
-        # what the engine shards one by one has this name there
+        # accelerate wraps modules of these classes as FSDP units
         self._no_split_modules = sorted({type(part).__name__ for part in model.modules() if isinstance(part, _LAYERS)})
 
     def forward(self, batch: Batch) -> Tensor:
@@ -348,5 +332,5 @@ def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Te
 
     classes = config.model.num_classes  # type: ignore[union-attr]
     mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
-    # it mixes each image with its mirror place in the batch, and does so in place
+    # timm mixes image i with image B - 1 - i, in place
     return mix(images.clone(), label)

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models.base import FlowModel
 from ..nn import Degeneracy, is_flow, record_maps, record_matrices
-from .maps import _grid
+from .maps import image_panels, over_pixels
 
 
 @torch.no_grad()
@@ -61,7 +60,7 @@ def compare_over_images(
     titles: Sequence[str] | None = None,
     layer: int = -1,
 ) -> Figure:
-    """Images, and beside each what every model gives weight to, each map from its own least to its largest.
+    """Images, and beside each what every model gives weight to, each map scaled from its minimum to its maximum.
 
     Args:
         models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
@@ -72,20 +71,12 @@ def compare_over_images(
     """
     weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
     figure = Figure(figsize=(2.1 * (1 + len(models)), 2.2 * len(images)), layout="constrained")
-    panels = figure.subplots(len(images), 1 + len(models), squeeze=False)
-    height, width = images.shape[2:]
-    for i, (first, *others) in enumerate(panels):
-        picture = shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy()
-        for panel in (first, *others):
-            panel.imshow(picture)
-            panel.set_axis_off()
-        first.set_title("" if titles is None else titles[i], fontsize=9)
-        for panel, (name, values) in zip(others, weights.items(), strict=True):
-            rows, columns, leading = _grid(values.shape[1], height, width)
-            grid = values[i, leading:].reshape(1, 1, rows, columns)
-            panel.imshow(F.interpolate(grid, (height, width), mode="bilinear")[0, 0].numpy(), cmap="inferno", alpha=0.6)
-            if i == 0:
-                panel.set_title(name, fontsize=9)
+    panels = image_panels(figure, shown, 1 + len(models), titles)
+    for column, (name, values) in zip(panels.T[1:], weights.items(), strict=True):
+        column[0].set_title(name, fontsize=9)
+        smooth, _ = over_pixels(values, *images.shape[2:])
+        for panel, picture in zip(column, smooth, strict=True):
+            panel.imshow(picture.numpy(), cmap="inferno", alpha=0.6)
     return figure
 
 
@@ -97,7 +88,7 @@ def compare_over_time(
     titles: Sequence[str] | None = None,
     layer: int = -1,
 ) -> Figure:
-    """Time series, and below each what every model gives weight to, in parts of the mean over the steps.
+    """Time series, and below each what every model gives weight to, relative to the mean over the steps.
 
     Args:
         models: by the name in the legend.

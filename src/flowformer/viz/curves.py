@@ -40,7 +40,7 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
             axis.plot(*zip(*points, strict=True), color=colours[name], marker=marker, label=name)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("update")
-    # a run may be in any of the panels
+    # one legend for all panels, since a run may appear in only some of them
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside lower center")
     return figure

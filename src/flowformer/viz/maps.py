@@ -1,4 +1,4 @@
-"""Competition and allocation, drawn over what they are of.
+"""Competition and allocation, drawn over the series or images that they belong to.
 
 Shapes: B examples, N tokens, C channels, Y × X pixels, H heads.
 """
@@ -6,6 +6,7 @@ Shapes: B examples, N tokens, C channels, Y × X pixels, H heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,21 +102,13 @@ def over_images(
     maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)
     figure = Figure(figsize=(6.3, 2.1 * len(images) + 0.9), layout="constrained")
     figure.suptitle(source, fontsize=10)
-    panels = figure.subplots(len(images), 3, squeeze=False)
-    height, width = images.shape[2:]
-    for i, row in enumerate(panels):
-        for panel in row:
-            panel.imshow(shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy())
-            panel.set_axis_off()
-        row[0].set_title("" if titles is None else titles[i], fontsize=9)
+    panels = image_panels(figure, shown, 3, titles)
     for column, (name, values) in enumerate((("competition", maps.competition), ("allocation", maps.allocation)), 1):
         means = values.float().mean(1).cpu()  # (B, N)
-        rows, columns, leading = _grid(means.shape[1], height, width)
-        grids = means[:, leading:].reshape(len(means), 1, rows, columns)
+        smooth, grids = over_pixels(means, *images.shape[2:])
         scale = Normalize(float(grids.min()), float(grids.max()))
-        for panel, grid in zip(panels[:, column], grids, strict=True):
-            smooth = F.interpolate(grid[None], (height, width), mode="bilinear")[0, 0].numpy()
-            panel.imshow(smooth, cmap="inferno", norm=scale, alpha=0.6)
+        for panel, picture in zip(panels[:, column], smooth, strict=True):
+            panel.imshow(picture.numpy(), cmap="inferno", norm=scale, alpha=0.6)
             panel.set_title(name, fontsize=9)
         bar = figure.colorbar(
             ScalarMappable(scale, "inferno"), ax=panels[:, column], location="bottom", alpha=0.6, shrink=0.9
@@ -124,6 +117,24 @@ def over_images(
         bar.ax.tick_params(labelsize=7)
         bar.ax.locator_params(nbins=4)
     return figure
+
+
+def image_panels(figure: Figure, shown: Tensor, columns: int, titles: Sequence[str] | None) -> Any:
+    """A row of panels for each image (B, 3, Y, X), all with the image in them; the title is on the first."""
+    panels = figure.subplots(len(shown), columns, squeeze=False)
+    for i, row in enumerate(panels):
+        for panel in row:
+            panel.imshow(shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy())
+            panel.set_axis_off()
+        row[0].set_title("" if titles is None else titles[i], fontsize=9)
+    return panels
+
+
+def over_pixels(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Values of tokens (B, N) interpolated to the pixels of their images, (B, Y, X), and on the grid of the tokens."""
+    rows, columns, leading = _grid(values.shape[1], height, width)
+    grids = values[:, leading:].reshape(len(values), 1, rows, columns)
+    return F.interpolate(grids, (height, width), mode="bilinear")[:, 0], grids[:, 0]
 
 
 def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:

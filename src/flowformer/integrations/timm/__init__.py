@@ -1,6 +1,6 @@
 """Flow-Attention in timm: an attention class for timm's transformers, and registered models.
 
-    timm.create_model("vit_small_patch16_224", attn_layer=FlowAttention)
+    timm.create_model("vit_small_patch16_224", attn_layer=TimmFlowAttention)
     timm.create_model("flowformer_patch4_224")
 
 Importing this package registers the models. Their weights have the names of `flowformer.models.vision`.
@@ -13,7 +13,7 @@ except Exception as error:  # a torchvision built for another torch raises Runti
         "flowformer.integrations.timm needs timm and a torchvision that fits torch: pip install 'flowformer[timm]'."
     ) from error
 
-from .attention import FlowAttention
+from .attention import FlowAttention, TimmFlowAttention
 from .flowformer import TimmFlowDeiT, TimmFlowformer
 
-__all__ = ["FlowAttention", "TimmFlowDeiT", "TimmFlowformer"]
+__all__ = ["FlowAttention", "TimmFlowAttention", "TimmFlowDeiT", "TimmFlowformer"]

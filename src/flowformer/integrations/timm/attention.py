@@ -19,18 +19,18 @@ from ...ops import FlowVariant, flow_attention
 _DEFAULT = FlowVariant()
 
 
-class FlowAttention(Attention):
+class TimmFlowAttention(Attention):
     """Flow-Attention in the place of `timm.layers.Attention`: same arguments, same names of parameters.
 
     Only `num_heads` has no default: the `attn_layer` of a ConvNet, which is built without it, weighs channels.
 
-    Weights of a softmax model load as they are; train on, since the attention is another function. `attn_drop` acts
+    Weights of a softmax model load as they are. Fine-tune afterwards: this is a different function. `attn_drop` acts
     on the result, before the projection: there is no matrix of weights to drop from. timm's switches for fused
     attention and for export choose between our kernels and plain torch.
 
     timm takes a class here, not a partial: for another variant set `variant` in a subclass.
 
-    >>> FlowAttention(32, num_heads=4)(torch.randn(2, 10, 32)).shape
+    >>> TimmFlowAttention(32, num_heads=4)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
     """
 
@@ -39,7 +39,7 @@ class FlowAttention(Attention):
     def __init__(self, dim: int, num_heads: int | None = None, **options) -> None:
         if num_heads is None:
             raise TypeError(
-                "FlowAttention needs num_heads, and this model gives none: its attn_layer weighs the channels of a "
+                "TimmFlowAttention needs num_heads, and this model gives none: its attn_layer weighs the channels of a "
                 f"ConvNet, where Flow-Attention is no substitute. {_SERVED}"
             )
         super().__init__(dim, num_heads, **options)
@@ -74,6 +74,9 @@ class FlowAttention(Attention):
         return f"variant={self.variant}"
 
 
+FlowAttention = TimmFlowAttention  # the name of earlier versions; `flowformer.nn.FlowAttention` is another class
+
+
 def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     batch, length = x.shape[0], x.shape[1]
     shape = tuple(attn_mask.shape)
@@ -100,7 +103,7 @@ def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 _SERVED = (
-    "The families that take attn_layer=FlowAttention are those of timm's own attention class: vision_transformer, "
+    "The families that take attn_layer=TimmFlowAttention are those of timm's own attention class: vision_transformer, "
     "vision_transformer_hybrid, deit, naflexvit and vitamin (a table is in docs/timm.md)."
 )
 
@@ -108,14 +111,14 @@ _SERVED = (
 def check_attention(model: nn.Module, name: str) -> None:
     """Raise unless every block of a model that was asked for Flow-Attention has it."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    if not attentions or not all(isinstance(module, FlowAttention) for module in attentions):
+    if not attentions or not all(isinstance(module, TimmFlowAttention) for module in attentions):
         raise NotImplementedError(
-            f"{name} does not take attn_layer=FlowAttention: it would run its own attention. {_SERVED}"
+            f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SERVED}"
         )
 
 
 def _check_created_models() -> None:
-    """Make timm.create_model check the models it was asked to build with FlowAttention.
+    """Make timm.create_model check the models it was asked to build with TimmFlowAttention.
 
     Swin and others swallow arguments they do not know, so that nothing of ours would ever be called. create_model looks
     its entry points up here, however it was imported.
@@ -130,7 +133,7 @@ def _check_created_models() -> None:
         def checked(*args, **options):
             model = create(*args, **options)
             layer = options.get("attn_layer")
-            if isinstance(layer, type) and issubclass(layer, FlowAttention):
+            if isinstance(layer, type) and issubclass(layer, TimmFlowAttention):
                 check_attention(model, model_name)
             return model
 

@@ -5,7 +5,7 @@ Shapes: B images, N tokens, P tokens before the cells of the grid (the class tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ...models.base import FlowModel, config_from
+from ...models.base import config_from
 from ...models.vision import (
     DEIT_PRESETS,
     PRESETS,
@@ -26,6 +26,7 @@ from ...models.vision import (
     FlowformerDeiT,
     FlowformerVision,
     GridPositions,
+    ImageClassifier,
     VisionConfig,
 )
 from .checkpoints import convert, convert_hook
@@ -33,8 +34,8 @@ from .checkpoints import convert, convert_hook
 __all__ = ["TimmFlowDeiT", "TimmFlowformer"]  # register_model adds the models
 
 
-class _TimmModel(FlowModel):
-    """What timm expects of a model, on top of an image classifier whose `_steps` yield the tokens on their way.
+class _TimmModel(ImageClassifier):
+    """What timm expects of a model, on top of an image classifier.
 
     Args:
         config: as for the classifier; num_classes=0 leaves out the head.
@@ -60,19 +61,13 @@ class _TimmModel(FlowModel):
         if config.num_classes == 0:
             self.reset_classifier(0)
 
-    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        """The tokens (B, P + N, W) after each entry of `feature_info`, and the rows and columns of their grid."""
-        raise NotImplementedError
-
     def _cut(self, depth: int) -> None:
         """Keep the first entries of `feature_info` only."""
         raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
         """The tokens (B, P + N, W) after the last norm."""
-        for tokens, _ in self._steps(x):  # noqa: B007 the last is wanted
-            pass
-        return self.norm(tokens)
+        return self.norm(self.intermediates(x)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """The logits of the tokens of `forward_features`, or with `pre_logits` what the head classifies."""
@@ -109,15 +104,13 @@ class _TimmModel(FlowModel):
         # mypy: timm says list where any sequence will do
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
         maps: list[Any] = []
-        for i, (tokens, grid) in enumerate(self._steps(x)):
-            if i in taken:
-                kept = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
-                prefix, cells = kept[:, : self.num_prefix_tokens], kept[:, self.num_prefix_tokens :]
-                cells = cells if output_fmt == "NLC" else cells.transpose(1, 2).unflatten(2, grid).contiguous()
-                maps.append((cells, prefix) if return_prefix_tokens and self.num_prefix_tokens else cells)
-            if stop_early and i == last:
-                break
-        return maps if intermediates_only else (self.norm(tokens), maps)
+        result, kept = self.intermediates(x, taken, last if stop_early else None)
+        for tokens, grid in kept:
+            tokens = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
+            prefix, cells = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
+            cells = cells if output_fmt == "NLC" else cells.transpose(1, 2).unflatten(2, grid).contiguous()
+            maps.append((cells, prefix) if return_prefix_tokens and self.num_prefix_tokens else cells)
+        return maps if intermediates_only else (self.norm(result), maps)
 
     def get_intermediate_layers(
         self,
@@ -228,19 +221,6 @@ class TimmFlowformer(_TimmModel, FlowformerVision):
             for i, width in enumerate(config.channels)
         ]
 
-    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        self._check(images)
-        x = images
-        for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
-            x = patch_embed(x)
-            grid = x.shape[2], x.shape[3]
-            x = x.flatten(2).transpose(1, 2)
-            x = self.positions(x, grid) if i == 0 else x
-            for layer in layers.children():
-                x = self._layer(layer, x)
-            yield x, grid
-            x = x.transpose(1, 2).unflatten(2, grid)
-
     def _cut(self, depth: int) -> None:
         self.patch_embed = self.patch_embed[:depth]
         self.stages = self.stages[:depth]
@@ -272,17 +252,6 @@ class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
             {"module": f"layers.{i}", "num_chs": config.embed_dim, "reduction": config.patch_size}
             for i in range(config.depth)
         ]
-
-    def _steps(self, images: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        self._check(images)
-        patches = self.patch_embed(images)
-        grid = patches.shape[2], patches.shape[3]
-        class_token = self.class_token.expand(len(patches), 1, -1)
-        x = torch.cat([class_token, patches.flatten(2).transpose(1, 2)], 1)
-        x = self.dropout(self.positions(x, grid))
-        for layer in self.layers:
-            x = self._layer(layer, x)
-            yield x, grid
 
     def _cut(self, depth: int) -> None:
         self.layers = self.layers[:depth]

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from ...models.lm import FlowformerLM
-from ...nn import LearnedPositions, token_positions
+from ...nn import LearnedPositions
 from ...ops import FlowState
 from ...ops.varlen import PaddedSequences
 from .attention import bounds
@@ -152,28 +152,16 @@ class FlowformerModel(FlowformerPreTrainedModel):
         return cache
 
     def _run(self, x, mask, positions, cache, output_hidden_states) -> tuple[Any, list[Any]]:
-        """The layers on embeddings (B, N, W): the normed result, and if asked what went into each layer."""
-        lm, past = self.lm, None
-        if cache is not None and cache.layers[0].state is not None:
-            past = cache.layers[0].state.count.to(x.device)
-        if positions is None and (mask is not None or past is not None):
-            present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-            positions = token_positions(present, past)
-        if self.config.scale_embedding:
-            x = x * self.config.hidden_size**0.5
-        x = lm.dropout(lm.positions(x, positions))
-        hidden_states = []
-        for i, layer in enumerate(lm.decoder.layers):
-            if output_hidden_states:
-                hidden_states.append(x)
-            if cache is None:
-                x = lm._layer(layer, x, mask=mask)
-            else:
-                state = self._new_state(x) if cache.layers[i].state is None else cache.layers[i].state
-                x, state = layer(x, mask=mask, state=state)
-                cache.layers[i].advance(state, x.shape[1])
-        x = lm.norm(x)
-        return x, [*hidden_states, x]
+        """The layers on embeddings (B, N, W): the normed result, and if asked the input of each layer before it."""
+        inputs: list[Tensor] | None = [] if output_hidden_states else None
+        states = None
+        if cache is not None:
+            states = [self._new_state(x) if layer.state is None else layer.state for layer in cache.layers]
+        x, states = self.lm.run_layers(x, mask, positions=positions, states=states, inputs=inputs)
+        if states is not None:
+            for layer, state in zip(cache.layers, states, strict=True):
+                layer.advance(state, x.shape[1])
+        return x, [*(inputs or ()), x]
 
     def _new_state(self, x: Tensor) -> FlowState:
         """The state of sequences (B, N, W) that have not begun; quantised layers have no weights to tell its dtype."""
@@ -193,7 +181,26 @@ class FlowformerModel(FlowformerPreTrainedModel):
         return pack(padded), [pack(each) for each in hidden_states]
 
 
-class FlowformerForCausalLM(FlowformerPreTrainedModel, GenerationMixin):
+class _WithLMHead(FlowformerPreTrainedModel):
+    """A `FlowformerModel` and a map to the vocabulary, which is tied to its embedding."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: FlowformerConfig) -> None:
+        super().__init__(config)
+        self.model = FlowformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _score(self, x: Tensor, labels: Tensor | None, **kwargs) -> tuple[Any, Any]:
+        """The loss, None without labels, and the logits."""
+        logits = self.lm_head(x)
+        if labels is None:
+            return None, logits
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs), logits
+
+
+class FlowformerForCausalLM(_WithLMHead, GenerationMixin):
     """A language model whose every token costs the same to generate, whatever came before.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, intermediate_size=32)
@@ -201,15 +208,10 @@ class FlowformerForCausalLM(FlowformerPreTrainedModel, GenerationMixin):
     torch.Size([1, 8])
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
-
     def __init__(self, config: FlowformerConfig) -> None:
-        super().__init__(config)
         if not config.is_causal:
             raise ValueError("FlowformerForCausalLM needs is_causal=True: its tokens must not see the next one.")
-        self.model = FlowformerModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        super().__init__(config)
 
     @can_return_tuple
     def forward(
@@ -235,14 +237,11 @@ class FlowformerForCausalLM(FlowformerPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss, logits = self._score(outputs.last_hidden_state[:, kept], labels, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
 
 
-class FlowformerForMaskedLM(FlowformerPreTrainedModel):
+class FlowformerForMaskedLM(_WithLMHead):
     """Guesses the words that are masked out, from those on both sides; needs is_causal=False.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
@@ -250,15 +249,10 @@ class FlowformerForMaskedLM(FlowformerPreTrainedModel):
     torch.Size([1, 3, 11])
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
-
     def __init__(self, config: FlowformerConfig) -> None:
-        super().__init__(config)
         if config.is_causal:
             raise ValueError("FlowformerForMaskedLM needs is_causal=False: its tokens must see those on both sides.")
-        self.model = FlowformerModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        super().__init__(config)
 
     @can_return_tuple
     def forward(
@@ -277,10 +271,7 @@ class FlowformerForMaskedLM(FlowformerPreTrainedModel):
             All others: as for `FlowformerModel`.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.lm_head(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss, logits = self._score(outputs.last_hidden_state, labels, **kwargs)
         return MaskedLMOutput(loss, logits, outputs.hidden_states)
 
 

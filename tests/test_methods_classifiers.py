@@ -1,4 +1,4 @@
-"""The classical and recurrent rivals of the time-series table: aeon's checks, what each computes, seeds and lengths."""
+"""Methods of the time-series table that are no attention: aeon's checks, what each computes, seeds and lengths."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from typer.testing import CliRunner
 
-from flowformer.baselines.tcn import CausalConv, TemporalEncoder, draw_triplet, triplet_loss
-from flowformer.baselines.timeseries import (
-    LSTMClassifier,
-    LSTMNetwork,
-    TCNClassifier,
-    XGBoostClassifier,
-    classifier,
-    classifiers,
-)
 from flowformer.cli import app
-from flowformer.train import paper, rivals
+from flowformer.train import paper, recipes
+from flowformer.train.methods import fit
+from flowformer.train.methods.classifiers import classifier, classifiers
+from flowformer.train.methods.lstm import LSTMClassifier, LSTMNetwork
+from flowformer.train.methods.tcn import CausalConv, TCNClassifier, TemporalEncoder, draw_triplet, triplet_loss
+from flowformer.train.methods.xgboost import XGBoostClassifier
 
 SMALL = {
     "dtw": {},
@@ -65,7 +61,7 @@ def small(name, **options):
 
 @pytest.fixture(scope="module")
 def fitted():
-    """Each rival, fitted once."""
+    """Each classifier, fitted once."""
     X, y = waves()
     return {name: small(name).fit(X, y) for name in SMALL}
 
@@ -143,12 +139,10 @@ class TestByName:
         import xgboost
 
         X, y = waves(lengths=(15, 16))
-        rival = XGBoostClassifier(n_estimators=5, random_state=0).fit(np.stack(X), y)
+        ours = XGBoostClassifier(n_estimators=5, random_state=0).fit(np.stack(X), y)
         expected = xgboost.XGBClassifier(n_estimators=5).fit(np.stack(X).reshape(60, -1), (y == "slow").astype(int))
-        np.testing.assert_allclose(
-            rival.predict_proba(np.stack(X)), expected.predict_proba(np.stack(X).reshape(60, -1))
-        )
-        assert set(rival.predict(np.stack(X))) == {"fast", "slow"}
+        np.testing.assert_allclose(ours.predict_proba(np.stack(X)), expected.predict_proba(np.stack(X).reshape(60, -1)))
+        assert set(ours.predict(np.stack(X))) == {"fast", "slow"}
 
 
 class TestLSTM:
@@ -267,7 +261,7 @@ class TestTCNClassifier:
         np.testing.assert_array_equal(copy.predict(X), fitted["tcn"].predict(X))
 
     def test_wrong_parameter(self):
-        with pytest.raises(ValueError, match="n_negatives must be a whole number of at least 1, got 0"):
+        with pytest.raises(ValueError, match="n_negatives must be a positive whole number, got 0"):
             small("tcn", n_negatives=0).fit(*waves(8))
 
 
@@ -280,7 +274,7 @@ def flowformer(*arguments, fails=False):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "xgboost"
-    arguments = ("rival", "uea/JapaneseVowels", "xgboost", "n_estimators=4", "--seed", 3, "--out", folder)
+    arguments = ("fit", "uea/JapaneseVowels", "xgboost", "n_estimators=4", "--seed", 3, "--out", folder)
     return folder, json.loads(flowformer(*arguments, "--json"))
 
 
@@ -307,20 +301,29 @@ class TestCommand:
         assert all(row[name] for name in ("checksum", "device", "commit", "command", "training_seconds"))
         assert "| uea/JapaneseVowels | xgboost | 3 | accuracy |" in output
 
-    def test_prints_both_numbers(self, tmp_path):
-        output = flowformer("rival", "uea/JapaneseVowels", "xgboost", "n_estimators=1", "--out", tmp_path / "run")
-        assert "86.5" in output
-        assert "s to fit. Everything is in" in output
+    def test_prints_the_papers_number_beside_a_fit_as_published_only(self, tmp_path):
+        output = flowformer("fit", "uea/JapaneseVowels", "dtw", "--out", tmp_path / "dtw")
+        assert "paper │ 94.9" in output
+        assert "Everything is in" in output
+        output = flowformer("fit", "uea/JapaneseVowels", "xgboost", "n_estimators=1", "--out", tmp_path / "run")
+        assert "86.5" not in output
+        assert "Not the paper's experiment: options.n_estimators=1." in output
+
+    def test_the_name_of_earlier_versions_still_works_but_is_not_shown(self, tmp_path):
+        arguments = ("uea/JapaneseVowels", "xgboost", "n_estimators=1", "--json", "--out")
+        old, new = (json.loads(flowformer(name, *arguments, tmp_path / name)) for name in ("rival", "fit"))
+        assert old["final"] == new["final"]
+        assert " rival " not in flowformer("--help")
 
     def test_a_run_that_is_there_is_left_alone(self, run):
         folder, _ = run
-        arguments = ("rival", "uea/JapaneseVowels", "xgboost", "--out", folder)
+        arguments = ("fit", "uea/JapaneseVowels", "xgboost", "--out", folder)
         assert "has a run already. Choose another folder" in flowformer(*arguments, fails=True)
-        assert "fit it again with flowformer rival" in flowformer("eval", folder, fails=True)
+        assert "fit it again with flowformer fit" in flowformer("eval", folder, fails=True)
         flowformer("plot", folder, "--out", folder.parent / "curves.png")
 
-    def test_a_fit_that_was_broken_off_begins_anew(self, tmp_path):
-        arguments = ("rival", "uea/JapaneseVowels", "xgboost", "--out", tmp_path / "run", "--json")
+    def test_a_fit_that_was_interrupted_starts_again(self, tmp_path):
+        arguments = ("fit", "uea/JapaneseVowels", "xgboost", "--out", tmp_path / "run", "--json")
         flowformer(*arguments, "n_estimators=1")
         (tmp_path / "run" / "result.json").unlink()
         assert "has a run already" in flowformer(*arguments, "n_estimators=2", fails=True)
@@ -338,22 +341,42 @@ class TestCommand:
         ],
     )
     def test_a_mistake_is_one_sentence(self, tmp_path, arguments, message):
-        assert message in flowformer("rival", *arguments, "--out", tmp_path / "run", "--data", tmp_path, fails=True)
+        assert message in flowformer("fit", *arguments, "--out", tmp_path / "run", "--data", tmp_path, fails=True)
 
     def test_every_config_has_a_folder_of_its_own(self):
         configs = [
-            rivals.configure("uea/JapaneseVowels", name, options, seed=seed)
+            fit.configure("uea/JapaneseVowels", name, options, seed=seed)
             for name, options, seed in (("dtw", [], 0), ("rocket", [], 0), ("rocket", ["n_kernels=9"], 0))
         ]
-        configs.append(rivals.configure("uea/JapaneseVowels", "rocket", seed=1))
+        configs.append(fit.configure("uea/JapaneseVowels", "rocket", seed=1))
         assert len({config.name for config in configs}) == 4
+
+    def test_runs_of_earlier_versions_keep_their_folders(self):
+        """A queue finds its finished runs by the names of their folders, which are digests of the config."""
+        config = fit.configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"], seed=1)
+        assert config.name == "uea/JapaneseVowels/rocket-seed1-f8e4ad41"
+        assert fit.configure("d4rl/hopper-medium", "bc").name == "d4rl/hopper-medium/bc-seed0-735532f3"
+
+    def test_methods_are_those_that_can_be_built(self):
+        assert set(fit.METHODS["series"]) == set(classifiers())
 
 
 def test_averages_are_those_of_the_paper():
     """The rows were typed: their sums say whether they were typed right."""
-    sets = [name for name in rivals.recipes.names() if name.startswith("uea/")]
+    sets = [name for name in recipes.names() if name.startswith("uea/")]
     for name, average in {"dtw": 67.0, "xgboost": 66.0, "rocket": 72.5, "lstm": 48.6, "tcn": 70.3}.items():
         assert sum(paper.paper_score(each, name) for each in sets) / 10 == pytest.approx(average, abs=0.06)
-    games = [name for name in rivals.recipes.names() if name.startswith("d4rl/")]
+    games = [name for name in recipes.names() if name.startswith("d4rl/")]
     for name, average in {"bc": 51.9, "awac": 50.1}.items():
         assert sum(paper.paper_score(each, name) for each in games) / 9 == pytest.approx(average, abs=0.06)
+
+
+def test_old_imports_still_work():
+    from flowformer.baselines import offline_rl, tcn, timeseries
+    from flowformer.baselines.timeseries import classifier as old
+
+    assert old is classifier
+    assert (timeseries.LSTMClassifier, tcn.TemporalEncoder) == (LSTMClassifier, TemporalEncoder)
+    assert offline_rl.AWAC.__name__ == "AWAC"
+    with pytest.raises(AttributeError, match=r"module 'flowformer.baselines.tcn' has no attribute 'nothing'"):
+        _ = tcn.nothing

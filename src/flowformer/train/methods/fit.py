@@ -1,6 +1,6 @@
-"""Rivals without attention on the data of a recipe, recorded as a run is: `results` puts them beside the others.
+"""`flowformer fit`: a method that is no attention, on the data of a recipe, recorded like a run of `flowformer train`.
 
-A rival is fitted once and evaluated once, when it is done: nothing is chosen.
+A method is fitted once and evaluated once, when it is done: no evaluation is chosen.
 """
 
 from __future__ import annotations
@@ -18,35 +18,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import data
-from ..data import Splits
-from ..ops.variant import nearest
-from . import recipes, tasks
-from .checkpoints import write_text
-from .claims import claimed
-from .config import TrainConfig, override
-from .loop import CONFIG, PROVENANCE, RESULT, Report
-from .loop import train as train_recipe
-from .record import RunLog, peak_memory, provenance
+from ... import data
+from ..._utils import check_choice, write_atomically
+from ...data import Splits
+from .. import recipes, tasks
+from ..claims import claimed
+from ..config import TrainConfig, override
+from ..loop import CONFIG, RESULT, Report
+from ..loop import train as train_recipe
+from ..record import RunLog, peak_memory, provenance, write_provenance
 
+METHODS = {"series": ("dtw", "rocket", "xgboost", "lstm", "tcn"), "decision": ("bc", "awac", "dt")}
+_NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
+# what config.json calls the method; folder names are digests of it, so that earlier runs are found only if it stays
+_KEY = "rival"
 
 
 @dataclass(frozen=True)
-class RivalConfig:
-    """A rival on the data of a recipe.
+class MethodConfig:
+    """A method on the data of a recipe.
 
     Args:
         recipe: its name.
-        rival: the name of the rival, as `rivals_of` lists them.
+        method: its name, one of `METHODS`.
         task, data, data_options: of the recipe.
         episodes: to play, as many as at the last evaluation of the recipe.
-        options: of the rival.
+        options: of the method.
         seed: of everything random.
     """
 
     recipe: str
-    rival: str
+    method: str
     task: str
     data: str
     data_options: dict[str, Any]
@@ -56,45 +59,42 @@ class RivalConfig:
 
     @property
     def name(self) -> str:
-        """A folder name of its own for every config."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.recipe}/{self.rival}-seed{self.seed}-{digest}"
+        """The folder of the run, a different one for every config."""
+        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.recipe}/{self.method}-seed{self.seed}-{digest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return {_KEY if name == "method" else name: value for name, value in dataclasses.asdict(self).items()}
 
 
-def rivals_of(task: str) -> list[str]:
-    """The names of the rivals without attention; none for tasks in which the paper has none."""
-    if task == "series":
-        from ..baselines.timeseries import classifiers
-
-        return classifiers()
-    if task == "decision":
-        from ..baselines.offline_rl import policies
-
-        return policies()
-    return []
+def method_of(fields: dict[str, Any]) -> str | None:
+    """The method that a config.json is of; None where it is of a recipe's training."""
+    return fields.get(_KEY)
 
 
-def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed: int = 0) -> RivalConfig | TrainConfig:
-    """What `run` takes. The Decision Transformer is the recipe itself, with softmax attention.
+def configure(
+    recipe: str, method: str, assignments: Sequence[str] = (), *, seed: int = 0
+) -> MethodConfig | TrainConfig:
+    """The config that `fit` takes. The Decision Transformer is the recipe itself, with softmax attention.
 
     Args:
         recipe: the name of a recipe of time series or reinforcement learning.
-        rival: see `rivals_of`.
-        assignments: options of the rival, each as key=value with a value as in JSON; the recipe's options of its data,
+        method: see `METHODS`.
+        assignments: options of the method, each as key=value with a value as in JSON; the recipe's options of its data,
             and final_episodes, are also accepted.
 
     >>> configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"]).options
     {'n_kernels': 100}
     """
     config = recipes.get(recipe)
-    accepted = rivals_of(config.task)
-    if not accepted:
+    if config.task not in METHODS:
         raise ValueError(
-            f"{recipe} has no rivals without attention. Those with one: flowformer train {recipe} attention=NAME."
+            f"no method is fitted on {recipe}; accepted: recipes uea/… and d4rl/…. To train an attention: flowformer "
+            f"train {recipe} attention=NAME."
         )
-    if rival not in accepted:
-        raise ValueError(f"unknown rival {rival!r}{nearest(rival, accepted)}; accepted: {', '.join(accepted)}.")
-    if rival == "dt":
+    check_choice("method", method, METHODS[config.task])
+    if method == "dt":
         return override(config, ["attention=softmax", f"seed={seed}", *assignments])
     shared = {*config.data_options, *(f"data_options.{key}" for key in config.data_options), "final_episodes"}
     of_recipe = [assignment for assignment in assignments if assignment.partition("=")[0] in shared]
@@ -102,13 +102,13 @@ def configure(recipe: str, rival: str, assignments: Sequence[str] = (), *, seed:
     options = dict(_option(assignment) for assignment in assignments if assignment not in of_recipe)
     if config.task == "decision":
         options = {"steps": config.steps, **options}
-    return RivalConfig(
-        config.recipe, rival, config.task, config.data, config.data_options, config.final_episodes, options, seed
+    return MethodConfig(
+        config.recipe, method, config.task, config.data, config.data_options, config.final_episodes, options, seed
     )
 
 
-def run(
-    config: RivalConfig | TrainConfig,
+def fit(
+    config: MethodConfig | TrainConfig,
     folder: Path,
     *,
     data_dir: str | Path | None = None,
@@ -123,19 +123,19 @@ def run(
     if isinstance(config, TrainConfig):
         return train_recipe(config, folder, data_dir=data_dir, report=report)
     with claimed(folder):
-        return _run(config, folder, data_dir, report)
+        return _fit(config, folder, data_dir, report)
 
 
-def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
-    written, text = folder / CONFIG, json.dumps(dataclasses.asdict(config), indent=2) + "\n"
-    # a fit that was broken off begins anew
+def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
+    written, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
+    # a fit that was interrupted starts again
     if (folder / RESULT).exists() or (written.exists() and written.read_text() != text):
         raise FileExistsError(f"{folder} has a run already. Choose another folder.")
     splits = data.load(config.data, data_dir, **config.data_options)
     device = _device(config)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(written, text)
-    write_text(folder / PROVENANCE, json.dumps(provenance(splits.info, device, 1), indent=2) + "\n")
+    write_atomically(written, text)
+    write_provenance(folder, provenance(splits.info, device, 1))
     log = RunLog(folder, 0, active=True)
 
     steps = config.options.get("steps")
@@ -150,7 +150,7 @@ def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report:
         log.close()
     result = {
         "recipe": config.recipe,
-        "attention": config.rival,
+        "attention": config.method,
         "seed": config.seed,
         "metric": tasks.get(config.task).metric,
         "final": scores,
@@ -161,15 +161,15 @@ def _run(config: RivalConfig, folder: Path, data_dir: str | Path | None, report:
         "steps_per_second": None if steps is None else round(steps / facts["training_seconds"], 3),
         "peak_memory_mib": round(peak_memory(device), 1),
     }
-    write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
+    write_atomically(folder / RESULT, json.dumps(result, indent=2) + "\n")
     return result
 
 
-def _classify(config: RivalConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
-    from ..baselines.timeseries import classifier
+def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
+    from .classifiers import classifier
 
     (series, labels), (test_series, test_labels) = (_cases(part) for part in (splits.train, splits.test))
-    estimator = classifier(config.rival, random_state=config.seed, **config.options)
+    estimator = classifier(config.method, random_state=config.seed, **config.options)
     start = time.perf_counter()
     estimator.fit(series, labels)
     seconds = time.perf_counter() - start
@@ -177,13 +177,13 @@ def _classify(config: RivalConfig, splits: Splits) -> tuple[dict[str, float], di
     return {"accuracy": accuracy}, _facts(getattr(estimator, "model_", None), seconds)
 
 
-def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
-    from ..baselines.offline_rl import policy
-    from ..integrations.gymnasium import evaluate
+def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
+    from ...integrations.gymnasium import evaluate
+    from .policies import policy
 
     start = time.perf_counter()
 
-    def learnt(step: int, loss: Tensor) -> None:
+    def updated(step: int, loss: Tensor) -> None:
         report({"kind": "step", "step": step})
         if step % _LOG_EVERY == 0:
             rate = step / (time.perf_counter() - start)
@@ -192,11 +192,11 @@ def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> t
             report(record)
 
     windows: Any = splits.train
-    rival = policy(config.rival, windows, seed=config.seed, report=learnt, **config.options)
+    learnt_policy = policy(config.method, windows, seed=config.seed, report=updated, **config.options)
     seconds = time.perf_counter() - start
     environment = splits.info.environment
     envs = tasks.environments(environment, config.episodes)
-    played = evaluate(rival, envs, config.episodes, seed=config.seed + 100)
+    played = evaluate(learnt_policy, envs, config.episodes, seed=config.seed + 100)
     envs.close()
     scores = {
         "environment": environment,
@@ -204,7 +204,7 @@ def _play(config: RivalConfig, splits: Splits, log: RunLog, report: Report) -> t
         "score": float(played.scores.mean()),
         "score_deviation": float(played.scores.std()),
     }
-    return scores, _facts(rival.model, seconds)
+    return scores, _facts(learnt_policy.model, seconds)
 
 
 def _facts(model: torch.nn.Module | None, seconds: float) -> dict[str, Any]:
@@ -218,9 +218,9 @@ def _cases(dataset: Any) -> tuple[list[np.ndarray], np.ndarray]:
     return [case["series"].T.numpy() for case in cases], np.array([int(case["label"]) for case in cases])
 
 
-def _device(config: RivalConfig) -> torch.device:
-    """Where the rival computes: those that are no networks know the CPU only."""
-    if config.rival not in ("lstm", "tcn", "bc", "awac"):
+def _device(config: MethodConfig) -> torch.device:
+    """Where the method computes; only networks run on a GPU."""
+    if config.method not in _NETWORKS:
         return torch.device("cpu")
     chosen = config.options.get("device", "auto")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if chosen == "auto" else chosen)

@@ -1,4 +1,4 @@
-"""The rivals of the reinforcement-learning table: what each learns, and that environments play them all alike."""
+"""The methods of the reinforcement-learning table: what each learns, and that environments play them all alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from minari.data_collector import EpisodeBuffer
 from typer.testing import CliRunner
 
 from flowformer import data
-from flowformer.baselines.offline_rl import AWAC, BehaviourCloning, MLPConfig, MLPPolicy, Transitions, policies, policy
 from flowformer.cli import app
 from flowformer.data.offline_rl import Episode, Windows
 from flowformer.integrations.gymnasium import evaluate
+from flowformer.train.methods import fit
+from flowformer.train.methods.awac import AWAC, Transitions
+from flowformer.train.methods.behaviour_cloning import BehaviourCloning
+from flowformer.train.methods.mlp import MLPConfig, MLPPolicy
+from flowformer.train.methods.policies import policies, policy
 
 CPU = torch.device("cpu")
 TINY = {
@@ -79,16 +83,36 @@ def chain():
     return Windows(recorded, 2)
 
 
-def action_in(rival, state):
+def action_in(learnt, state):
     """What a policy does in a state, given as the environment gives it."""
-    standard = torch.tensor((np.asarray(state) - rival.state_mean) / rival.state_std).float()
-    return rival.model.act(torch.zeros(1), standard[None], rival.model.new_rollout(1))[0].item()
+    standard = torch.tensor((np.asarray(state) - learnt.state_mean) / learnt.state_std).float()
+    return learnt.model.act(torch.zeros(1), standard[None], learnt.model.new_rollout(1))[0].item()
 
 
 class TestBehaviourCloning:
     def test_is_the_mean_of_the_actions_in_a_state(self):
-        rival = policy("bc", bandit(), steps=400, hidden_dim=16, learning_rate=1e-2, device="cpu")
-        assert action_in(rival, [0.0, 0.0]) == pytest.approx(-0.2, abs=0.05)
+        learnt = policy("bc", bandit(), steps=400, hidden_dim=16, learning_rate=1e-2, device="cpu")
+        assert action_in(learnt, [0.0, 0.0]) == pytest.approx(-0.2, abs=0.05)
+
+    def test_of_the_best_episodes_is_their_mean(self):
+        """Three of ten episodes bring a reward, all by the same action."""
+        learnt = policy("bc", bandit(), steps=400, hidden_dim=16, learning_rate=1e-2, device="cpu", best=0.3)
+        assert action_in(learnt, [0.0, 0.0]) == pytest.approx(0.5, abs=0.05)
+
+    def test_best_takes_whole_episodes_by_their_returns(self):
+        """Not by their length, nor by the rewards of single steps; at least one is taken."""
+        rewards = [[9.0, -9.0], [1.0, 1.0, 1.0], [2.0]]
+        windows = Windows(
+            [Episode(np.zeros((len(r), 1)), np.zeros((len(r), 1)), np.array(r), True) for r in rewards], 2
+        )
+        assert windows.steps_of_best(0.01).tolist() == [2, 3, 4]
+        assert windows.steps_of_best(0.67).tolist() == [2, 3, 4, 5]
+        assert windows.steps_of_best(1.0).tolist() == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("best", [0.0, 1.5, -0.1])
+    def test_best_must_be_a_share(self, best):
+        with pytest.raises(ValueError, match="best must be a share of the episodes"):
+            BehaviourCloning(bandit(), CPU, best=best)
 
     def test_is_regression(self):
         """A policy that can be learnt is learnt, and the loss is the mean squared error."""
@@ -222,15 +246,15 @@ class TestAWAC:
 
     def test_prefers_the_better_of_two_actions(self):
         options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1}
-        rival = policy("awac", bandit(), steps=300, device="cpu", **options)
-        assert action_in(rival, [0.0, 0.0]) > 0.4
+        learnt = policy("awac", bandit(), steps=300, device="cpu", **options)
+        assert action_in(learnt, [0.0, 0.0]) > 0.4
 
     def test_looks_ahead(self):
         """What the first action is worth shows a step later only."""
         options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1, "target_rate": 0.1}
-        rival = policy("awac", chain(), steps=400, device="cpu", **options)
-        assert action_in(rival, [0.0]) > 0.35
-        assert abs(action_in(rival, [1.0])) < 0.35
+        learnt = policy("awac", chain(), steps=400, device="cpu", **options)
+        assert action_in(learnt, [0.0]) > 0.35
+        assert abs(action_in(learnt, [1.0])) < 0.35
 
 
 class TestPolicies:
@@ -238,18 +262,18 @@ class TestPolicies:
         assert policies() == list(TINY)
         with pytest.raises(ValueError, match=r"unknown policy 'awc' \(did you mean 'awac'\?\); accepted: bc, awac, dt"):
             policy("awc", bandit())
-        with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        with pytest.raises(ValueError, match="steps must be a positive whole number, got 0"):
             policy("bc", bandit(), steps=0)
 
     @pytest.mark.parametrize("name", TINY)
     def test_plays_the_same_episodes_in_every_autoreset_mode(self, name):
-        rival = policy(name, Windows(episodes(), 2), target_return=100.0, steps=3, **TINY[name])
+        learnt = policy(name, Windows(episodes(), 2), target_return=100.0, steps=3, **TINY[name])
         results = []
         for mode in AutoresetMode:
             envs = gymnasium.make_vec(
                 "Hopper-v5", num_envs=2, max_episode_steps=25, vector_kwargs={"autoreset_mode": mode}
             )
-            results.append(evaluate(rival, envs, episodes=5, seed=0))
+            results.append(evaluate(learnt, envs, episodes=5, seed=0))
             envs.close()
         for result in results[1:]:
             np.testing.assert_array_equal(result.lengths, results[0].lengths)
@@ -257,15 +281,15 @@ class TestPolicies:
 
     def test_a_policy_without_memory_is_its_model(self):
         windows = Windows(episodes(), 2)
-        rival = policy("bc", windows, steps=3, **TINY["bc"])
+        learnt = policy("bc", windows, steps=3, **TINY["bc"])
         envs = gymnasium.make_vec("Hopper-v5", num_envs=3)
-        rival.reset(envs)
+        learnt.reset(envs)
         observations, _ = envs.reset(seed=0)
         for ended in ([False] * 3, [True, False, True]):
             states = (torch.tensor(observations).float() - windows.state_mean) / windows.state_std
-            found = rival.act(observations)
-            np.testing.assert_allclose(found, rival.model(states).detach().numpy(), rtol=1e-4, atol=1e-6)
-            rival.observe(np.ones(3), np.array(ended), np.zeros(3, dtype=bool))
+            found = learnt.act(observations)
+            np.testing.assert_allclose(found, learnt.model(states).detach().numpy(), rtol=1e-4, atol=1e-6)
+            learnt.observe(np.ones(3), np.array(ended), np.zeros(3, dtype=bool))
 
     @pytest.mark.parametrize("name", TINY)
     def test_same_seed_same_policy(self, name):
@@ -280,10 +304,10 @@ class TestPolicies:
 
     def test_decision_transformer_is_ours_with_softmax(self):
         losses = []
-        rival = policy(
+        learnt = policy(
             "dt", Windows(episodes(), 2), steps=60, report=lambda step, loss: losses.append((step, loss)), **TINY["dt"]
         )
-        assert (rival.model.config.attention, rival.model.config.window, rival.window) == ("softmax", 2, 2)
+        assert (learnt.model.config.attention, learnt.model.config.window, learnt.window) == ("softmax", 2, 2)
         assert [step for step, _ in losses] == list(range(1, 61))
         assert sum(loss for _, loss in losses[-10:]) < 0.7 * sum(loss for _, loss in losses[:10])
 
@@ -306,10 +330,13 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         return result.output
 
+    def test_methods_are_those_that_can_be_learnt(self):
+        assert set(fit.METHODS["decision"]) == set(policies())
+
     @pytest.mark.parametrize("name", ["bc", "awac"])
     def test_a_run_and_what_differs(self, folder, name):
         options = ("steps=2", "batch_size=8", "partial=true", "final_episodes=3")
-        arguments = ("rival", "d4rl/hopper-medium", name, *options, "--data", folder)
+        arguments = ("fit", "d4rl/hopper-medium", name, *options, "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["metric"], result["steps"]) == (name, "score", 2)
         assert np.isfinite(result["final"]["score"])
@@ -330,7 +357,7 @@ class TestCommand:
             "workers=0",
         )
         options = (*options, "partial=true")
-        arguments = ("rival", "d4rl/hopper-medium", "dt", *options, "--seed", 2, "--data", folder)
+        arguments = ("fit", "d4rl/hopper-medium", "dt", *options, "--seed", 2, "--data", folder)
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["seed"], result["steps"]) == ("softmax", 2, 1)
         assert (folder / "run" / "final" / "model.safetensors").is_file()

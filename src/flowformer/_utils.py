@@ -1,0 +1,138 @@
+"""Helpers that every layer may use: hints for misspelt names, argument checks, optional imports, atomic writes, commit.
+
+This file imports the standard library only, and nothing slow: `import flowformer` pays for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral
+from pathlib import Path
+from typing import IO, Any, Literal, get_args, get_origin, get_type_hints
+
+UNKNOWN = "unknown"
+
+
+def suggestion(value: object, accepted: Iterable[str]) -> str:
+    """The nearest accepted name as a hint for an error message; empty where none is near.
+
+    >>> suggestion("softmx", ["linear", "softmax"])
+    " (did you mean 'softmax'?)"
+    """
+    match = difflib.get_close_matches(str(value), list(accepted), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def check_choice(what: str, value: str, accepted: Collection[str]) -> None:
+    """Raise unless the value is one of the accepted ones.
+
+    Args:
+        what: the value is, as in "unknown recipe".
+    """
+    if value not in accepted:
+        raise ValueError(f"unknown {what} {value!r}{suggestion(value, accepted)}; accepted: {', '.join(accepted)}.")
+
+
+def check_literals(config: Any) -> None:
+    """Raise unless every field with a Literal type holds one of its values."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal:
+            check_choice(name, value, get_args(hint))
+
+
+def check_options(owner: str, options: Iterable[str], accepted: Collection[str]) -> None:
+    """Raise unless the names of all options are accepted.
+
+    Args:
+        owner: what takes the options, as in "softmax attention has no option".
+    """
+    for option in options:
+        if option not in accepted:
+            raise ValueError(
+                f"{owner} has no option {option!r}{suggestion(option, accepted)}; accepted: "
+                f"{', '.join(accepted) or 'none'}."
+            )
+
+
+def check_positive(**values: object) -> None:
+    """Raise unless each value is a whole number of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
+
+
+def optional_import(module: str, extra: str) -> Any:
+    """A module of an optional dependency, or an ImportError that names the extra which installs it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error
+
+
+def names_from(module: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names are defined elsewhere and imported when they are asked for.
+
+    Args:
+        module: its `__name__`.
+        homes: the names by the module that defines them.
+    """
+
+    def find(name: str) -> Any:
+        for home, names in homes.items():
+            if name in names:
+                return getattr(importlib.import_module(home), name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find
+
+
+@contextmanager
+def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+    """A file to write that replaces `path` when it is complete.
+
+    Whenever the process or the machine stops, `path` has either its old content or all of the new one.
+
+    Args:
+        mode, options: as of `open`.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open(mode, **options) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a whole file by `atomic_file`."""
+    with atomic_file(path, "wb" if isinstance(content, bytes) else "w") as file:
+        file.write(content)
+
+
+def git_commit() -> str:
+    """The commit of the checkout that the package is run from, with a + if files differ from it.
+
+    "unknown" for an installed package, even where that lies inside another repository.
+    """
+    sources = Path(__file__).parents[1]
+    if sources.name != "src" or not (sources.parent / ".git").exists():
+        return UNKNOWN
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=sources)
+    except OSError:
+        return UNKNOWN
+    return result.stdout.strip() or UNKNOWN

@@ -1,0 +1,93 @@
+"""What the commands share: the application, how errors are shown, common options."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+except ImportError as missing:
+    raise SystemExit(
+        "the command line needs more than the library: pip install 'flowformer[train,ts,hf]'."
+    ) from missing
+
+app = typer.Typer(
+    name="flowformer",
+    help="Flow-Attention, from data to result. Start with [bold]flowformer demo[/bold].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+console, errors = Console(), Console(stderr=True)
+STARTED = time.monotonic()  # before torch is imported, which takes a while
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data", help="The folder of all data sets; else $FLOWFORMER_DATA, else ~/.cache/flowformer."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script, and nothing else.")]
+# errors that a user can fix; any other is a bug and shows its traceback
+_USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+# advice in errors of the library, and the same advice for the command line
+_ADVICE = {
+    "pass data_dir": "pass --data",
+    "hoose another data_dir": "hoose another folder with --data",
+    "pass partial=True": "train with data_options.partial=true",
+    "Resume it, or choose another folder": "Resume it with --resume, or choose another folder with --out",
+    "hoose another folder.": "hoose another folder with --out.",
+}
+_debug = False  # set by --debug, before any command runs
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error: flowformer --debug train ….")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
+    """Register a command. An error that the user can fix is printed as one sentence, without a traceback."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except _USER_ERRORS as error:
+                if _debug:
+                    raise
+                errors.print(f"[red]error:[/red] {escape(_advice(str(error)))}", soft_wrap=True)
+                raise typer.Exit(1) from error
+
+        application.command(name, **settings)(run)
+        return run
+
+    return decorate
+
+
+def _advice(text: str) -> str:
+    """An error of the library in the words of the command line."""
+    for python, here in _ADVICE.items():
+        text = text.replace(python, here)
+    return text

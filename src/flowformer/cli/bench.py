@@ -1,0 +1,38 @@
+"""`flowformer bench`: each benchmark is a module of `flowformer.bench` and has options of its own."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+from .app import app, command
+
+bench_app = typer.Typer(
+    help="Time the attention beside its rivals, correctness first; each has a --help of its own.",
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_BENCHMARKS = {
+    "attention": "Flow-Attention beside its authors' formulation and softmax attention: time, memory, and a token's "
+    "decoding.",
+    "lra": "The paper's efficiency table: steps per second of one model with every attention, and the paper's ratios.",
+    "loop": "How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.",
+    "japanese-vowels": "The time-series classifier with its default settings beside aeon's RocketClassifier: accuracy "
+    "and seconds.",
+    "fuzz": "Random calls of the backends against the float64 reference: values, gradients, memory, repeatability.",
+}
+
+
+def _add(name: str, what_it_measures: str) -> None:
+    @command(bench_app, name, context_settings=_PASS_ON, help=what_it_measures)
+    def run(context: typer.Context) -> None:
+        module = importlib.import_module(f"flowformer.bench.{name.replace('-', '_')}")
+        failures = module.main(context.args)
+        if isinstance(failures, int):  # the fuzzer's exit status
+            raise typer.Exit(failures)
+
+
+for _name, _text in _BENCHMARKS.items():
+    _add(_name, _text)

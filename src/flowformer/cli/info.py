@@ -1,0 +1,73 @@
+"""Commands that only show something: recipes, env."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .app import Json, app, command, console
+
+
+@command(app, "recipes")
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="Show everything of this one.")] = None, as_json: Json = False
+) -> None:
+    """List the recipes, or show one: what it does, and every key that an override may set."""
+    from ..train import recipes
+    from ..train.config import keys, to_dict
+
+    if name is None:
+        if as_json:
+            print(json.dumps(recipes.names()))
+            return
+        table = Table("recipe", "what it is", "updates or epochs", "batch")
+        for each in recipes.names():
+            config = recipes.get(each)
+            length = f"{config.steps:,} updates" if config.steps is not None else f"{config.epochs} epochs"
+            table.add_row(each, recipes.describe(each).splitlines()[0], length, str(config.batch_size))
+        console.print(table)
+        return
+    config = recipes.get(name)
+    if as_json:
+        print(json.dumps(to_dict(config)))
+        return
+    console.print(recipes.describe(name), highlight=False)
+    table = Table("key", "value")
+    for key, value in keys(config).items():
+        table.add_row(key, str(value))
+    console.print(table)
+
+
+@command(app, "env")
+def env(as_json: Json = False) -> None:
+    """Say what is installed and what the attention would run on; put this into a report of a problem."""
+    import torch
+
+    from .. import __version__, baselines
+    from ..nn.attention import ABLATIONS
+
+    facts: dict[str, Any] = {
+        "flowformer": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    for package in ("torch", "triton", "accelerate", "torchmetrics", "transformers", "timm", "aeon", "gymnasium"):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = None
+    facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts["threads"] = torch.get_num_threads()
+    facts["attentions"] = ["flow", *ABLATIONS, *baselines.names()]
+    if as_json:
+        print(json.dumps(facts))
+        return
+    table = Table("", "found")
+    for key, value in facts.items():
+        table.add_row(key, ", ".join(value) if isinstance(value, list) else str(value or "not there"))
+    console.print(table)

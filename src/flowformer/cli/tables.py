@@ -1,0 +1,174 @@
+"""Commands about many runs: reproduce, results, plot."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .app import STARTED, DataDir, Json, app, command, console, errors
+
+
+@command(app, "reproduce")
+def reproduce(
+    table: Annotated[str, typer.Argument(help="uea, lra, language, vision, rl, ablations, speed, figures or all.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="For every recipe, such as precision=tf32; results say so."),
+    ] = None,
+    cells: Annotated[
+        list[str] | None, typer.Option(help="Only cells of such names: '*JapaneseVowels*', 'lra/text/*'. Repeatable.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a cell; default as many as the table says.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop before they are over, every unfinished run with a checkpoint.")
+    ] = None,
+    pack: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side; default eight, or as many as the cores can feed.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the queue, which machines may share.")] = Path(
+        "runs/reproduce"
+    ),
+    data: DataDir = None,
+    show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a table of the paper: every cell that is not done yet, several side by side, then the table beside theirs.
+
+    Stop it, kill it, take the machine away: the same command goes on. Several machines may share the folder, or
+    each do some cells; [bold]flowformer results[/bold] merges their folders.
+    """
+    from ..train import reproduce as queue
+    from ..train import results, summary
+    from ..train.loop import Interrupted
+
+    jobs = queue.jobs(table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data)
+    if show:
+        _print_jobs(jobs, as_json)
+        return
+    say = functools.partial(errors.print if as_json else console.print, highlight=False, soft_wrap=True, markup=False)
+    out.mkdir(parents=True, exist_ok=True)
+    for reason, names in _blocked(jobs).items():
+        say(f"{reason}: {', '.join(names)}")
+    running = queue.Queue(jobs, out, pack or queue.default_pack(), minutes, STARTED, say)
+    try:
+        running.run()
+    except Interrupted as stopped:
+        errors.print(str(stopped))
+        raise typer.Exit(130) from stopped
+    finally:
+        rows = results.collect([out])
+        if rows:
+            figures = results.draw_figures(rows, out / "figures", data)
+            speeds = out / "speed" / queue.SPEED
+            if speeds.exists():
+                figures |= results.draw_speeds(speeds, out / "figures")
+            written = summary.write(rows, out, figures)
+    if rows:
+        print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
+        say(f"Written: {', '.join(map(str, written))}")
+    left = [job for job in jobs if job.blocked is None and not job.done.exists()]
+    if running.stopped is not None:
+        say(f"{len(left)} runs are left: {running.stopped}. The same command goes on.")
+    if running.failed:
+        raise ValueError(f"{len(running.failed)} runs failed; the same command tries again.")
+
+
+def _blocked(jobs: list) -> dict[str, list[str]]:
+    """What is missing, and the cells that miss it."""
+    reasons: dict[str, list[str]] = {}
+    for job in jobs:
+        if job.blocked is not None and job.name not in reasons.setdefault(job.blocked, []):
+            reasons[job.blocked].append(job.name)
+    return reasons
+
+
+def _print_jobs(jobs: list, as_json: bool) -> None:
+    if as_json:
+        names = ("name", "seed", "minutes", "paper")
+        print(json.dumps([{**{n: getattr(job, n) for n in names}, "state": job.state()} for job in jobs]))
+        return
+    listed = Table("cell", "seed", "state", "paper", "minutes on an H200")
+    for column in listed.columns:
+        column.overflow = "fold"
+    for job in jobs:
+        listed.add_row(
+            job.name,
+            str(job.seed),
+            escape(job.state()),
+            "" if job.paper is None else str(job.paper),
+            f"{job.minutes:g}",
+        )
+    console.print(listed)
+    left = sum(job.minutes for job in jobs if job.blocked is None and not job.done.exists())
+    console.print(f"{left:.0f} minutes are to do, eight side by side in {left / 8:.0f}.")
+
+
+@command(app, "results")
+def results(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders with runs below them, or results.csv files; default runs.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write results.csv, results.md and results.html into this folder.")
+    ] = None,
+    data: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
+
+    Numbers are means over seeds, of the final evaluation and of the best one. What differs from a recipe is said beside
+    its number, which then stands alone.
+    """
+    from ..train import summary
+    from ..train.results import collect, draw_figures
+
+    sources = runs or [Path("runs")]
+    rows = collect(sources)
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
+    if out is not None:
+        written = summary.write(rows, out, draw_figures(rows, out / "figures", data))
+        errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+    print(json.dumps(rows) if as_json else summary.markdown(rows))
+
+
+@command(app, "plot")
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or the CSV of a benchmark.")],
+    out: Annotated[Path | None, typer.Option(help="The figure; default curves.png in the first folder.")] = None,
+    maps: Annotated[
+        bool, typer.Option("--maps", help="Competition and allocation of a model instead of curves.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="What the attention of each run gives weight to, over the same test examples."),
+    ] = False,
+    data: DataDir = None,
+) -> None:
+    """Draw the training curves of runs, the maps of a run, a comparison of attentions, or the speeds of a benchmark."""
+    from .. import viz
+    from ..train.record import read_log
+    from ..train.results import draw_comparison, draw_maps
+
+    first = runs[0]
+    if (len(runs) > 1 and (maps or any(run.suffix == ".csv" for run in runs))) or (maps and compare):
+        raise ValueError(
+            f"got {len(runs)} arguments; accepted: several folders of runs, also with --compare, or one with --maps, "
+            "or one CSV."
+        )
+    if first.suffix == ".csv":
+        figure, name = viz.speed_figure(first), first.with_suffix(".png")
+    elif compare:
+        figure, name = draw_comparison(runs, data_dir=data), first / "comparison.png"
+    elif maps:
+        figure, name = draw_maps(first, data_dir=data), first / "maps.png"
+    else:
+        figure, name = viz.training_curves({str(run): read_log(run) for run in runs}), first / "curves.png"
+    figure.savefig(out or name, dpi=110)
+    console.print(f"{out or name}", soft_wrap=True)

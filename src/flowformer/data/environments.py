@@ -1,0 +1,68 @@
+"""The environments of the paper's reinforcement-learning table: one row each.
+
+Their data are read by `offline_rl`, played by `integrations.gymnasium`, and the returns asked for by `train.tasks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment of MuJoCo.
+
+    Args:
+        id: gymnasium's, without the version.
+        target_return: the larger of the two returns that the paper asks for; the other is half of it.
+        random_return, expert_return: D4RL's reference returns, which score 0 and 100.
+        sizes: steps and episodes of D4RL's v2 files, by their quality; steps after the last end of an episode are in
+            no episode.
+    """
+
+    id: str
+    target_return: float
+    random_return: float
+    expert_return: float
+    sizes: dict[str, tuple[int, int]]
+
+
+ENVIRONMENTS = {
+    "halfcheetah": Environment(
+        "HalfCheetah",
+        12000.0,
+        -280.178953,
+        12135.0,
+        {"medium": (1_000_000, 1000), "medium-replay": (202_000, 202), "medium-expert": (2_000_000, 2000)},
+    ),
+    "hopper": Environment(
+        "Hopper",
+        3600.0,
+        -20.272305,
+        3234.3,
+        {"medium": (1_000_000, 2186), "medium-replay": (402_000, 2041), "medium-expert": (2_000_000, 3213)},
+    ),
+    "walker2d": Environment(
+        "Walker2d",
+        5000.0,
+        1.629008,
+        4592.3,
+        {"medium": (1_000_000, 1190), "medium-replay": (302_000, 1093), "medium-expert": (2_000_000, 2190)},
+    ),
+}
+
+
+def environment_of(name: str) -> Environment:
+    """The row of an environment by gymnasium's name of any of its versions.
+
+    >>> environment_of("Walker2d-v4").target_return
+    5000.0
+    """
+    found = ENVIRONMENTS.get(name.rpartition("/")[2].partition("-")[0].lower())
+    if found is None:
+        accepted = ", ".join(each.id for each in ENVIRONMENTS.values())
+        raise ValueError(
+            f"there are no target and reference returns for {name!r}; accepted: any version of {accepted}. For a "
+            "minari dataset with its own, use minari.get_normalized_score."
+        )
+    return found

@@ -1,0 +1,26 @@
+"""The registry of data sets: one record each."""
+
+from __future__ import annotations
+
+from .._utils import suggestion
+from . import lra, offline_rl, text, uea, vision
+from .environments import ENVIRONMENTS
+from .store import DataSet
+
+RECORDS: dict[str, DataSet] = {
+    record.name: record for record in (*lra.RECORDS, *text.RECORDS, *vision.RECORDS, *uea.RECORDS, *offline_rl.RECORDS)
+}
+
+
+def find(name: str) -> DataSet:
+    """The record of a data set; besides those of the paper, any "uea/<Set>" of the archive, and "minari/<id>"."""
+    if name in RECORDS:
+        return RECORDS[name]
+    family, _, rest = name.partition("/")
+    if family == "uea" and rest:
+        return uea.record(rest)
+    if family == "d4rl" and rest.partition("-")[0] in ENVIRONMENTS:
+        return offline_rl.d4rl_record(rest)
+    if family == "minari" and rest:
+        return offline_rl.minari_record(rest)
+    raise ValueError(f"unknown data set {name!r}{suggestion(name, RECORDS)}; known are {', '.join(RECORDS)}.")

@@ -1,0 +1,144 @@
+"""Batches: in which order examples come, with which random augmentation, and how workers hand them to the loop.
+
+The order and the augmentation are functions of the seed and the step alone, so that a resumed run sees what the whole
+run would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .config import TrainConfig
+from .tasks import Batch
+
+ALIGNMENT = 16  # bytes; every dtype can begin at a multiple of it
+
+
+class MicroBatches(Sampler[tuple[int, list[int]]]):
+    """The micro-batches of one rank, from step `start` to `stop`: the number of each, and the indices of its examples.
+
+    An epoch is a permutation drawn from the seed and the number of the epoch, the same on every rank. With replacement,
+    it is as many independent draws. Repeated examples follow one another, and the ranks share them.
+    """
+
+    def __init__(self, length: int, config: TrainConfig, start: int, stop: int, rank: int, world_size: int) -> None:
+        self.length, self.config, self.start, self.stop = length, config, start, stop
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) * self.config.accumulate
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        size, per_epoch = self.config.batch_size, steps_per_epoch(self.length, self.config)
+        per_step = self.world_size * self.config.accumulate
+        epoch, order = -1, list[int]()
+        for step in range(self.start, self.stop):
+            if step // per_epoch != epoch:
+                epoch = step // per_epoch
+                order = self._order(epoch)
+            first = step % per_epoch * size
+            batch = order[first : first + size]
+            for i in range(self.rank, per_step, self.world_size):
+                # a batch with fewer examples than micro-batches repeats an example: no micro-batch may be empty
+                yield step * per_step + i, batch[i::per_step] or batch[:1]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        if self.config.replacement:
+            drawn = torch.randint(self.length, (self.length,), generator=generator)
+        else:
+            drawn = torch.randperm(self.length, generator=generator)
+        return drawn.repeat_interleave(self.config.repeats)[: self.length].tolist()
+
+
+def steps_per_epoch(length: int, config: TrainConfig) -> int:
+    whole, rest = divmod(length, config.batch_size)
+    return max(1, whole if config.drop_last else whole + (rest > 0))
+
+
+class SeededItems(Dataset):
+    """A dataset whose random augmentation depends on the seed and the number of the micro-batch, not on the worker."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitems__(self, micro_batch: tuple[int, list[int]]) -> list[Any]:
+        number, indices = micro_batch
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        with torch.random.fork_rng(devices=[]):
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:4])
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            items = [self.dataset[index] for index in indices]
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        return items
+
+
+class PackedBatch:
+    """A batch in one block of memory. Each tensor that a worker sends costs the loop a fixed time, so it sends one.
+
+    >>> batch = {"tokens": torch.tensor([[3, 4]]), "mask": torch.tensor([[True, False]])}
+    >>> PackedBatch(batch).unpack()
+    {'tokens': tensor([[3, 4]]), 'mask': tensor([[ True, False]])}
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.layout = [(name, x.dtype, x.shape) for name, x in batch.items()]
+        flat = [x.reshape(-1).view(torch.uint8) for x in batch.values()]
+        self.block = torch.cat([torch.nn.functional.pad(x, (0, -len(x) % ALIGNMENT)) for x in flat])
+
+    def pin_memory(self) -> PackedBatch:
+        """Called by the DataLoader."""
+        self.block = self.block.pin_memory()
+        return self
+
+    def unpack(self) -> Batch:
+        """The tensors, as views of the block."""
+        found: dict[str, Tensor] = {}
+        start = 0
+        for name, dtype, shape in self.layout:
+            stop = start + shape.numel() * dtype.itemsize
+            found[name] = self.block[start:stop].view(dtype).view(shape)
+            start = stop + -stop % ALIGNMENT
+        return found
+
+
+def load_batches(
+    dataset: Dataset,
+    order: Iterable[Any],
+    collate: Callable[[list[Any]], Batch],
+    workers: int,
+    device: torch.device,
+) -> Iterator[Batch]:
+    """The batches in a given order, prefetched by worker processes and pinned where a GPU will copy them."""
+    loader = DataLoader(
+        dataset,
+        batch_sampler=order,
+        collate_fn=partial(_pack, collate),
+        num_workers=workers,
+        worker_init_fn=_ignore_interrupts,
+        pin_memory=device.type != "cpu",
+        generator=torch.Generator(),  # without one, starting workers would draw from the random numbers of the run
+    )
+    return map(PackedBatch.unpack, loader)
+
+
+def _pack(collate: Callable[[list[Any]], Batch], items: list[Any]) -> PackedBatch:
+    return PackedBatch(collate(items))
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; only the loop handles it, and then stops its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,51 @@
+"""The engine of a run: accelerate, with the devices, precision and sharding that a config asks for."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .config import TrainConfig
+
+_AUTOCAST = ("bf16", "fp16")
+
+
+def build_accelerator(config: TrainConfig) -> Accelerator:
+    # accelerate keeps its state for the whole process, which may train more than once with different settings
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    plugin = None
+    if config.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # the default policy casts nothing: precision is autocast's, as with one process
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=MixedPrecisionPolicy()
+        )
+    accelerator = Accelerator(
+        mixed_precision=config.precision if config.precision in _AUTOCAST else "no", fsdp_plugin=plugin
+    )
+    if config.precision == "fp16" and accelerator.device.type == "cpu":
+        raise ValueError("precision fp16 needs a GPU; on a CPU, pass precision=bf16 or float32.")
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # accelerate enables FSDP on GPUs only, though FSDP2 runs on CPUs too
+        for state in (AcceleratorState, PartialState):
+            state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    return accelerator
+
+
+def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
+    obstacles = {
+        "a GPU": accelerator.device.type != "cuda",
+        "one process": accelerator.num_processes > 1,
+        "accumulate=1": config.accumulate > 1,
+        "another precision than fp16": config.precision == "fp16",
+        "mixup=0 and cutmix=0, which draw on the CPU": bool(config.mixup or config.cutmix),
+        "compile=false": config.compile,
+    }
+    missing = [need for need, unmet in obstacles.items() if unmet]
+    if missing:
+        raise ValueError(f"graphs=true needs {', '.join(missing)}; pass graphs=false.")

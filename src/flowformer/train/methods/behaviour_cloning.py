@@ -1,0 +1,47 @@
+"""Behaviour cloning: the recorded actions as a function of the states, of all episodes or of the best."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...data.offline_rl import Windows
+from .mlp import MLPConfig, MLPPolicy, descend
+
+
+class BehaviourCloning:
+    """Regression of the recorded actions on their states, by least squares.
+
+    Args:
+        windows: the recorded episodes.
+        device: where to learn.
+        best: the share of the episodes to learn from, those with the highest returns; 0.1 is what the literature calls
+            10 % BC.
+        hidden_dim: width of the two hidden layers.
+        batch_size, learning_rate: steps of an update, and of Adam.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        device: torch.device,
+        *,
+        best: float = 1.0,
+        hidden_dim: int = 256,
+        batch_size: int = 256,
+        learning_rate: float = 3e-4,
+    ) -> None:
+        if not 0 < best <= 1:
+            raise ValueError(f"best must be a share of the episodes, above 0 and up to 1, got {best!r}.")
+        steps = windows.steps_of_best(best)
+        self.states, self.actions = windows.states[steps].to(device), windows.actions[steps].to(device)
+        self.batch_size = batch_size
+        self.model = MLPPolicy(MLPConfig(self.states.shape[1], self.actions.shape[1], hidden_dim)).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), learning_rate)
+
+    def update(self) -> Tensor:
+        rows = torch.randint(len(self.states), (self.batch_size,), device=self.states.device)
+        loss = F.mse_loss(self.model(self.states[rows]), self.actions[rows])
+        descend(self.optimizer, loss)
+        return loss.detach()

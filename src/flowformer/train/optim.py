@@ -1,0 +1,108 @@
+"""Optimisers and schedules of the learning rate: how they are configured, and how an optimiser is built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .._utils import check_literals
+from ..models.vision import GridPositions
+from ..nn import LearnedPositions
+
+OptimiserName = Literal["adamw", "radam"]
+ScheduleName = Literal["constant", "rsqrt", "cosine", "inverse_sqrt"]
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """The optimiser of a run.
+
+    Args:
+        name: "adamw", which without weight decay is Adam, or "radam".
+        lr: the learning rate, before the schedule.
+        weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
+        decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
+        clip: the largest norm of the gradient; None is no bound.
+    """
+
+    name: OptimiserName = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: Literal["all", "matrices"] = "all"
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the updates.
+
+    Args:
+        name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
+            "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
+        warmup: updates over which the rate rises linearly.
+        start: the rate at the first update of the warm-up.
+        floor: the rate of the last update of "cosine".
+    """
+
+    name: ScheduleName = "constant"
+    warmup: int = 0
+    start: float = 0.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if self.warmup < 0 or (self.warmup == 0 and self.name in ("rsqrt", "inverse_sqrt")):
+            raise ValueError(
+                f"the schedule {self.name!r} cannot have a warmup of {self.warmup} updates; pass at least 1."
+            )
+
+    def rate(self, lr: float, step: int, steps: int) -> float:
+        """The rate of update `step`, counted from 0, in a run of `steps`.
+
+        >>> [Schedule("rsqrt", warmup=4).rate(1.0, step, 100) for step in (0, 2, 4, 16)]
+        [0.0, 0.25, 0.5, 0.25]
+        """
+        if self.name == "rsqrt":
+            lr = lr / math.sqrt(max(step, self.warmup))
+        if step < self.warmup:
+            return self.start + (lr - self.start) * step / self.warmup
+        if self.name == "cosine":
+            # the last update is the one before `steps`
+            progress = (step - self.warmup) / max(steps - 1 - self.warmup, 1)
+            return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
+
+
+def build_optimiser(
+    module: nn.Module, options: Optimiser, device: torch.device, *, capturable: bool = False
+) -> torch.optim.Optimizer:
+    """The optimiser of a module's parameters, those that decay in one group and those that do not in another.
+
+    Args:
+        capturable: whether updates are captured as CUDA graphs.
+    """
+    # the releases do not decay their position tables, though these are matrices
+    positions = {
+        id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()
+    }
+    decayed = [p for p in module.parameters() if options.decay == "all" or (p.dim() > 1 and id(p) not in positions)]
+    chosen = {id(p) for p in decayed}
+    others = [p for p in module.parameters() if id(p) not in chosen]
+    groups = [{"params": decayed, "weight_decay": options.weight_decay}]
+    if others:
+        groups.append({"params": others, "weight_decay": 0.0})
+    shared: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    if capturable:
+        shared["capturable"] = True
+    if options.name == "radam":
+        return torch.optim.RAdam(groups, decoupled_weight_decay=True, **shared)
+    return torch.optim.AdamW(groups, fused=device.type == "cuda", **shared)
