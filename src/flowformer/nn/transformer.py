@@ -144,7 +144,7 @@ class FlowEncoderLayer(_Layer):
 
     is_causal = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, **packed) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, **packed: Any) -> Tensor:
         """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part.
 
         Packed sequences (1, T, W) are told apart by `cu_seqlens` and `max_seqlen`, as for `FlowAttention`.
