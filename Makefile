@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
-OLDEST_TORCH := 2.10.0
+OLDEST_TORCH := 2.11.0
 
 .PHONY: test test-oldest demo lint docs bench clean
 
@@ -30,7 +30,7 @@ test-oldest: $(OLDEST)/installed
 
 OLDEST_TESTS := src/flowformer/ops src/flowformer/nn src/flowformer/models \
 	$(wildcard $(addprefix tests/test_, attention_dropout.py checks.py head_competition.py kernels_*.py laws.py library.py \
-	models_*.py nested.py nn_*.py parity*.py reference.py torch_backend.py))
+	models_*.py nested.py nn_*.py parity*.py reference.py backends.py))
 
 # everything is installed again when the list of dependencies changes
 $(VENV)/installed: pyproject.toml
