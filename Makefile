@@ -26,11 +26,7 @@ bench: $(VENV)/installed
 
 # ops, nn and models with the oldest supported torch and its Triton, whose interpreter needs numpy < 2.4
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 $(OLDEST_TESTS)
-
-OLDEST_TESTS := src/flowformer/ops src/flowformer/nn src/flowformer/models \
-	$(wildcard $(addprefix tests/test_, attention_dropout.py checks.py head_competition.py kernels_*.py laws.py library.py \
-	models_*.py nested.py nn_*.py parity*.py reference.py backends.py))
+	$(OLDEST)/bin/python -m pytest -n 2 src/flowformer/ops src/flowformer/nn src/flowformer/models tests/ops tests/nn tests/models
 
 # everything is installed again when the list of dependencies changes
 $(VENV)/installed: pyproject.toml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from flowformer import FlowVariant
 from flowformer.bench.errors import relative_error as relative_error  # the error rule, shared with the fuzzer
 from flowformer.ops import reference
+
+ROOT = Path(__file__).parents[1]
+PARITY = ROOT / "tests" / "parity"  # vectors made by the authors' code
 
 # every feature map, competition and allocation at least once, and what interacts with them
 VARIANTS = {

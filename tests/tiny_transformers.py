@@ -5,8 +5,32 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from flowformer.integrations.transformers import FlowformerConfig, FlowformerForCausalLM
+
 PROMPTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 LEFT = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+STYLES = {
+    "paper": {"dropout": 0.0},
+    "gpt": {
+        "dropout": 0.0,
+        "hidden_act": "gelu_tanh",
+        "positions": "learned",
+        "max_position_embeddings": 64,
+        "scale_embedding": False,
+        "tie_word_embeddings": False,
+        "initialisation": "gpt",
+        "variant": "core",
+    },
+}
 
 
 def randomized(model: nn.Module) -> nn.Module:
@@ -26,3 +50,7 @@ def with_gradients(model: nn.Module, result: torch.Tensor) -> list[torch.Tensor]
     parameters = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(result, parameters, torch.randn_like(result), allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
+
+
+def language_model(style: str = "paper", **options) -> FlowformerForCausalLM:
+    return randomized(FlowformerForCausalLM(FlowformerConfig(**SIZES | STYLES[style] | options)))

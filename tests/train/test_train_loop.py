@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import ROOT
 from tiny_training import CONFIG, SERIES, losses, random_cases
 
 from flowformer.data import DataInfo, Splits
@@ -233,7 +234,7 @@ train(replace(CONFIG, {changes}), sys.argv[1], splits=SERIES, resume=True)
 
 def program(tmp_path, changes):
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM.format(tests=os.path.dirname(__file__), changes=changes)))
+    path.write_text(textwrap.dedent(PROGRAM.format(tests=ROOT / "tests", changes=changes)))
     return [sys.executable, str(path)]
 
 
@@ -314,9 +315,9 @@ def in_two_processes(folder):
 
 def test_two_processes_compute_what_one_does(tmp_path):
     """Whole models and sharded ones; one test, since two processes take long to start."""
-    here = os.path.dirname(__file__)
+    folders = [str(ROOT / "tests"), os.path.dirname(__file__)]
     (tmp_path / "program.py").write_text(
-        f"import sys, pathlib\nsys.path.insert(0, {here!r})\n"
+        f"import sys, pathlib\nsys.path[:0] = {folders!r}\n"
         f"import test_train_loop\ntest_train_loop.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
     )
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}

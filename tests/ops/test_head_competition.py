@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_inputs, relative_error, with_gradients
+from helpers import ROOT, random_inputs, relative_error, with_gradients
 
 from flowformer import (
     FlowVariant,
@@ -206,7 +205,7 @@ def test_a_model_trains_with_it_and_comes_back_from_a_folder(tmp_path):
 
 
 def test_the_documentation_names_every_variant():
-    page = (Path(__file__).parent.parent / "docs" / "variants.md").read_text()
+    page = (ROOT / "docs" / "variants.md").read_text()
     (names,) = re.findall(r"`FlowVariant\.named\((.*?)\)`", page)
     assert re.findall(r'"(.*?)"', names) == list(PRESETS)
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import PARITY
 from safetensors.torch import save_file
 from torch import nn
 
 from flowformer import FlowVariant
 from flowformer.models import official
 from flowformer.train import recipes
-
-PARITY = Path(__file__).parent / "parity"
 
 
 def load(name):

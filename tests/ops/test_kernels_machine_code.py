@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 pytest.importorskip("triton")
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_kernels_fit_and_read_only_what_was_written(seed):
-    script = Path(__file__).with_name("machine_code.py")
+    script = ROOT / "tests" / "machine_code.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(script), "--calls", "10", "--seed", str(seed)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

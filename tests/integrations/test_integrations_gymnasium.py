@@ -17,6 +17,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset
+from helpers import ROOT
 from minari.data_collector import EpisodeBuffer
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -25,7 +26,6 @@ import flowformer.integrations.gymnasium as integration
 from flowformer.integrations.gymnasium import DecisionPolicy, evaluate, normalised_score, read_episodes
 from flowformer.models.decision import PRESETS, DecisionConfig, FlowformerDecision
 
-ROOT = Path(__file__).parent.parent
 LONGEST = 6
 SMALL = DecisionConfig(
     state_dim=2, action_dim=1, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, max_timestep=LONGEST, dropout=0.1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_integrations_transformers import SIZES, STYLES, language_model
-from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
+from helpers import ROOT
+from tiny_transformers import LEFT, PROMPTS, SIZES, STYLES, assert_close, language_model, randomized
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,7 +27,7 @@ from flowformer.integrations.transformers import (
     FlowformerForTokenClassification,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
+PAGE = ROOT / "docs" / "transformers.md"
 
 
 @pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])

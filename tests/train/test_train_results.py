@@ -8,9 +8,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
 from flowformer.train.config import override, to_dict
@@ -241,7 +241,7 @@ def test_markdown_names_every_run_with_its_folder(vowels):
 
 
 def test_speeds_are_drawn(tmp_path):
-    committed = Path(__file__).parent.parent / "results/lra-speed-cpu.csv"
+    committed = ROOT / "results/lra-speed-cpu.csv"
     ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
     assert image.read_bytes().startswith(b"\x89PNG")
 

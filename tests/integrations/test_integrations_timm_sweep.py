@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from timm.layers import Attention
 
 from flowformer.integrations.timm import FlowAttention
 
-PAGE = (Path(__file__).parent.parent / "docs" / "timm.md").read_text()
+PAGE = (ROOT / "docs" / "timm.md").read_text()
 
 
 # of timm's own errors where a class has no such argument, or gives its channel attention one that ours has not

@@ -5,17 +5,15 @@ The files under tests/parity hold what the authors' code returned in evaluation 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import PARITY
 from torch import nn
 
 from flowformer.nn import FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer, LearnedPositions
 
-PARITY = Path(__file__).parent / "parity"
 # what the authors call the parts of a model, and what we do
 NAMES = {
     "attn_layers.": "layers.",

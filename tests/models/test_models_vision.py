@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, oracle, randomized
+from helpers import ROOT, VARIANTS, oracle, randomized
 from torch import nn
 
 from flowformer import FlowVariant
@@ -27,7 +26,6 @@ from flowformer.models.vision import (
     VisionLayer,
 )
 
-ROOT = Path(__file__).parents[1]
 TINY = {
     FlowformerVision: VisionConfig(
         image_size=64, num_classes=5, channels=(8, 12, 16, 20), depths=(1, 1, 2, 1), num_heads=4

@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tiny_transformers import LEFT, PROMPTS, assert_close, randomized, with_gradients
+from helpers import ROOT
+from tiny_transformers import LEFT, PROMPTS, SIZES, STYLES, assert_close, language_model, randomized, with_gradients
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -41,39 +41,13 @@ from flowformer.integrations.transformers import (
 )
 from flowformer.models.lm import FlowformerLM
 
-PAGE = Path(__file__).parent.parent / "docs" / "transformers.md"
-SIZES = {
-    "vocab_size": 23,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
-STYLES = {
-    "paper": {"dropout": 0.0},
-    "gpt": {
-        "dropout": 0.0,
-        "hidden_act": "gelu_tanh",
-        "positions": "learned",
-        "max_position_embeddings": 64,
-        "scale_embedding": False,
-        "tie_word_embeddings": False,
-        "initialisation": "gpt",
-        "variant": "core",
-    },
-}
+PAGE = ROOT / "docs" / "transformers.md"
 BY_STYLE = pytest.mark.parametrize("style", STYLES)
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-def language_model(style: str = "paper", **options) -> FlowformerForCausalLM:
-    return randomized(FlowformerForCausalLM(FlowformerConfig(**SIZES | STYLES[style] | options)))
 
 
 def test_weights_and_logits_are_those_of_our_language_model():

@@ -10,7 +10,6 @@ import pickle
 import re
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import torch
 from aeon.datasets import load_japanese_vowels
 from aeon.testing.estimator_checking import parametrize_with_checks
 from aeon.transformations.collection import Normalizer
+from helpers import ROOT
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -26,7 +26,6 @@ from sklearn.pipeline import make_pipeline
 from flowformer.integrations.aeon import FlowformerClassifier, FlowformerRegressor
 from flowformer.models import FlowformerTimeSeries
 
-ROOT = Path(__file__).parents[1]
 SMALL = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "n_epochs": 3, "batch_size": 8, "random_state": 0}
 STOPPING = {**SMALL, "early_stopping": True, "validation_fraction": 0.25}
 

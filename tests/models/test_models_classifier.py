@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import oracle
+from helpers import ROOT, oracle
 from torch import nn
 
 from flowformer.models.classifier import PRESETS, ClassifierConfig, FlowformerClassifier, FlowformerPairClassifier
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "long_sequences.py"
+EXAMPLE = ROOT / "examples" / "long_sequences.py"
 SMALL = ClassifierConfig(
     vocab_size=20, num_classes=3, max_length=12, embed_dim=16, qkv_dim=24, mlp_dim=32, num_layers=2, num_heads=3
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_data_lra import write_cifar10
+from small_data import write_cifar10
 
 from flowformer.train import loop, recipes, record
 from flowformer.train.config import override

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowformer import FlowVariant
 from flowformer.models.decision import PRESETS, DecisionConfig, FlowformerDecision
 
-ROOT = Path(__file__).parent.parent
 SMALL = DecisionConfig(
     state_dim=5,
     action_dim=3,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
-from helpers import randomized
+from helpers import ROOT, randomized
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
@@ -18,7 +17,6 @@ import flowformer.integrations.timm as integration
 from flowformer.integrations.timm import FlowAttention, TimmFlowDeiT, TimmFlowformer
 from flowformer.models.vision import DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig, VisionLayer
 
-ROOT = Path(__file__).parent.parent
 MODELS = {
     "flowformer_patch4_224": "patch_embed.0",
     "flowformer_16heads_patch4_224": "patch_embed.0",

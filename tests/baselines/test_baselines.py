@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import allocated, random_inputs, relative_error, with_gradients
+from helpers import ROOT, allocated, random_inputs, relative_error, with_gradients
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowformer import baselines, nn
@@ -190,7 +189,7 @@ def test_the_table_of_what_each_can_do():
 
 
 class TestDocs:
-    page = (Path(__file__).parent.parent / "docs" / "rivals.md").read_text()
+    page = (ROOT / "docs" / "rivals.md").read_text()
 
     def test_print_the_table_of_what_each_can_do(self):
         assert f"\n\n{baselines.capabilities()}\n\n" in self.page

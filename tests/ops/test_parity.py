@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import relative_error
+from helpers import PARITY, relative_error
 
 from flowformer import flow_attention, flow_attention_recurrent
 
-FOLDER = Path(__file__).parent / "parity"
+FOLDER = PARITY
 INDEX = json.loads((FOLDER / "index.json").read_text())
 VARIANT = {"core_normal": "core", "core_causal": "core", "rl_causal": "rl", "ts_attention": "timeseries"}
 PROJECTED = [name for name, entry in INDEX.items() if entry["kind"] in ("core_normal", "core_causal", "rl_causal")]

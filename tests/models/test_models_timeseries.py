@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import PARITY, ROOT
 from torch import nn
 
 from flowformer.models.timeseries import PRESETS, FlowformerTimeSeries, TimeSeriesConfig
 
-PARITY = Path(__file__).parent / "parity" / "timeseries_classifier.npz"
-EXAMPLE = Path(__file__).parents[1] / "examples" / "time_series.py"
+PARITY = PARITY / "timeseries_classifier.npz"
+EXAMPLE = ROOT / "examples" / "time_series.py"
 SMALL = TimeSeriesConfig(num_features=3, num_classes=5, max_length=12, embed_dim=16, num_heads=4, mlp_dim=32)
 CONFIGS = {
     "flatten": SMALL,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import ROOT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +18,6 @@ from flowformer import FlowVariant
 from flowformer.models import lm
 from flowformer.models.lm import IGNORED, PRESETS, FlowformerLM, LMConfig, draw, next_tokens
 
-ROOT = Path(__file__).parent.parent
 SMALL = LMConfig(vocab_size=23, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dropout=0.0)
 GPT = replace(
     PRESETS["gpt"], vocab_size=23, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, max_length=64, dropout=0.0
