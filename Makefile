@@ -4,11 +4,18 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 
-.PHONY: test test-oldest demo lint docs bench clean
+.PHONY: test quick test-oldest demo lint docs bench clean
 
 # the documentation is built by tests/test_docs.py
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+# for the inner loop: the laws, the torch backend and the layers
+quick: lint
+	$(BIN)/python -m pytest -n 2 $(QUICK)
+
+QUICK := tests/ops/test_backends.py tests/ops/test_checks.py tests/ops/test_laws.py tests/ops/test_torch_backend.py \
+	tests/nn tests/test_imports.py tests/test_utils.py
 
 demo: $(VENV)/installed
 	$(BIN)/flowformer demo

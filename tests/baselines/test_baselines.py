@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowformer import baselines, nn
 from flowformer.models import FlowformerLM, LMConfig
-from flowformer.nn.attention import ABLATIONS
+from flowformer.ops.variant import ABLATIONS
 from flowformer.train import recipes
 from flowformer.train.config import override
 

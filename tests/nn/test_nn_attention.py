@@ -12,7 +12,7 @@ from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
 from flowformer.nn import RivalAttention, build_attention, record_maps, sinks_apart
-from flowformer.nn.attention import ABLATIONS
+from flowformer.ops.variant import ABLATIONS
 
 WIDTH, HEADS = 12, 3
 

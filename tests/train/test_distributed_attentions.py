@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowformer import baselines
 from flowformer.nn import FlowDecoderLayer, FlowEncoderLayer
-from flowformer.nn.attention import ABLATIONS
+from flowformer.ops.variant import ABLATIONS
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 NAMES = ["flow", *ABLATIONS, *baselines.names()]

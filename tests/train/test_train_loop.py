@@ -234,7 +234,7 @@ train(replace(CONFIG, {changes}), sys.argv[1], splits=SERIES, resume=True)
 
 def program(tmp_path, changes):
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM.format(tests=ROOT / "tests", changes=changes)))
+    path.write_text(textwrap.dedent(PROGRAM.format(tests=str(ROOT / "tests"), changes=changes)))
     return [sys.executable, str(path)]
 
 

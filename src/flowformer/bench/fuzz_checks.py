@@ -156,8 +156,11 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
     bounded = reference._clamped
     off = ROUNDING if dtype == torch.float32 else rounding / 16
 
+    random = torch.Generator().manual_seed(case.seed)
+
     def rounded(flow: Tensor, **variant: Any) -> Tensor:
-        return bounded(flow * (1 + off * (2 * torch.rand_like(flow) - 1)), **variant)
+        signs = torch.randint(2, flow.shape, generator=random).to(flow) * 2 - 1
+        return bounded(flow * (1 + off * signs), **variant)
 
     with patch.object(reference, "_clamped", rounded):
         others = oracle(exact)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from .. import baselines
 from .._utils import suggestion
 from ..models.classifier import PRESETS, FlowformerClassifier
-from ..nn.attention import ABLATIONS
+from ..ops.variant import ABLATIONS
 from ..train.paper import OOM, paper_speed, paper_speed_ratio
 from .measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 

@@ -49,7 +49,7 @@ def env(as_json: Json = False) -> None:
     import torch
 
     from .. import __version__, baselines
-    from ..nn.attention import ABLATIONS
+    from ..ops.variant import ABLATIONS
 
     facts: dict[str, Any] = {
         "flowformer": __version__,

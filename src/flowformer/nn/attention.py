@@ -26,6 +26,7 @@ from ..ops import (
 )
 from ..ops.interface import joint_mask
 from ..ops.reference import repeat_heads
+from ..ops.variant import ABLATIONS
 from .positions import RotaryPositions, token_positions
 
 _DEFAULT = FlowVariant()
@@ -320,18 +321,6 @@ class RivalAttention(ProjectedAttention):
         k, v = repeat_heads(q, k), repeat_heads(q, v)
         result = self.mechanism(q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask)
         return self._join(result)
-
-
-# the ablations of the paper, as names
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "flow-without-competition": {"competition": "none"},
-    "flow-without-allocation": {"allocation": "none"},
-    "flow-elu+1": {"feature_map": "elu+1"},
-    "flow-relu": {"feature_map": "relu"},
-    "flow-sigmoid-sigmoid": {"competition": "sigmoid"},
-    "flow-sigmoid-softmax": {"competition": "sigmoid", "allocation": "softmax"},
-    "flow-softmax-softmax": {"allocation": "softmax"},
-}
 
 
 def build_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .._utils import check_choice
 
@@ -86,4 +86,15 @@ PRESETS = {
     "rl": FlowVariant(clamp=10.0),
     "timeseries": FlowVariant(),
     "lra": FlowVariant(feature_map="relu+eps", competitors="heads"),
+}
+
+# names of the paper's ablations, and in which fields each differs from the variant it is an ablation of
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "flow-without-competition": {"competition": "none"},
+    "flow-without-allocation": {"allocation": "none"},
+    "flow-elu+1": {"feature_map": "elu+1"},
+    "flow-relu": {"feature_map": "relu"},
+    "flow-sigmoid-sigmoid": {"competition": "sigmoid"},
+    "flow-sigmoid-softmax": {"competition": "sigmoid", "allocation": "softmax"},
+    "flow-softmax-softmax": {"allocation": "softmax"},
 }
