@@ -201,6 +201,7 @@ def export_case(name, sinks, sources=None, dtype=torch.float64, batch=2):
     return module.eval(), arguments, {key: dynamic[key] for key in list(dynamic)[: len(arguments)]}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch.export of 2.11 stops at guards of its own on strides")
 class TestExport:
     @pytest.mark.parametrize("name", EXPORTS)
     def test_other_lengths(self, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ def by_name(query: Tensor) -> bool:
 def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **asdict(variant))
+        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **variant.as_options())
 
 
 def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
@@ -38,7 +37,7 @@ def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tenso
 def recurrent(query, key, value, mask, state, scale: float, variant: FlowVariant) -> tuple:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
+        return reference.causal(query, key, value, mask, state, scale, **variant.as_options())
 
 
 def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:

@@ -72,6 +72,10 @@ class FlowVariant:
         check_choice("variant", name, PRESETS)
         return PRESETS[name]
 
+    def as_options(self) -> dict[str, Any]:
+        """The fields by name, as `reference.py` takes them. Dynamo of torch 2.11 does not trace dataclasses.asdict."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
     def as_args(self) -> tuple:
         """The fields in order, as the plain arguments of a registered operator; none of these lets heads compete."""
         return tuple(getattr(self, name) for name in self.__slots__ if name != "competitors")

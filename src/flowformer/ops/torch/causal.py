@@ -108,7 +108,7 @@ class Segment(NamedTuple):
     def of(cls, tokens: slice, length: int, chunk: int) -> Segment:
         # an exported graph must serve any length: one masked chunk more makes at least two, since export would
         # specialise on a single one
-        return cls(tokens, length, chunk, (length + chunk - 1) // chunk + torch.compiler.is_exporting())
+        return cls(tokens, length, chunk, (length + chunk - 1) // chunk + int(torch.compiler.is_exporting()))
 
     @property
     def padding(self) -> int:
