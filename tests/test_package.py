@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import runpy
 import subprocess
@@ -21,10 +22,11 @@ README = (ROOT / "README.md").read_text()
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
-def run_python(code, *options):
+def run_python(code, *options, **environment):
     """A fresh interpreter, away from the checkout."""
+    command, environment = [sys.executable, *options, "-c", code], {**os.environ, **environment}
     return subprocess.run(
-        [sys.executable, *options, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.anchor, timeout=120
+        command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT.anchor, timeout=120
     )
 
 
@@ -57,14 +59,16 @@ class TestImport:
         )
         assert result.stdout.strip() == "torch.Size([1, 1, 5, 4])"
 
-    def test_costs_less_than_50_ms_beyond_torch(self):
+    def test_costs_less_than_50_ms_beyond_torch(self, tmp_path):
         """The one test that measures time, since every program that imports the package pays it."""
 
         def milliseconds():
-            # of processor time: what else the machine does must not count
+            # of processor time: what else the machine does must not count; with byte code, as pip installs it
             result = run_python(
                 "import time, torch; start = time.process_time()\n"
-                "import flowformer; flowformer.FlowAttention; print(1000 * (time.process_time() - start))"
+                "import flowformer; flowformer.FlowAttention; print(1000 * (time.process_time() - start))",
+                PYTHONDONTWRITEBYTECODE="",
+                PYTHONPYCACHEPREFIX=str(tmp_path),
             )
             return float(result.stdout)
 
