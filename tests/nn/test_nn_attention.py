@@ -11,7 +11,7 @@ from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
-from flowformer.nn import RivalAttention, build_attention, record_maps, sinks_apart
+from flowformer.nn import FlowEncoderLayer, RivalAttention, build_attention, record_maps, sinks_apart
 from flowformer.ops.variant import ABLATIONS
 
 WIDTH, HEADS = 12, 3
@@ -430,5 +430,9 @@ def test_packed_sequences_are_the_query_alone():
         attention(x, cu_seqlens=bounds, key_mask=torch.ones(1, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\(1, tokens, width\), got \(2, 5, 16\)"):
         attention(x.expand(2, 5, 16), cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="no cu_seqlens"):
+        attention(x, max_seqlen=5)
+    with pytest.raises(NotImplementedError, match="need Flow-Attention"):
+        FlowEncoderLayer(16, 4, attention="linear")(x, cu_seqlens=bounds)
     with record_maps(attention), pytest.raises(NotImplementedError, match="maps of packed"):
         attention(x, cu_seqlens=bounds)

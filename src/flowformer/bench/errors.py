@@ -53,7 +53,7 @@ def measure(
         whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
         truncates: the value was rounded toward zero, which errs by twice as much as to the nearest.
-        is_sum: a gradient of a state, to which all tokens contribute.
+        is_sum: a gradient of the scalars of a state, to which every number of every token contributes.
     """
     truth = truth.double()
     error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))

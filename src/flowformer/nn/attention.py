@@ -221,6 +221,8 @@ class FlowAttention(ProjectedAttention):
             if any(x is not None for x in (key, value, query_mask, key_mask, state)):
                 raise ValueError("got cu_seqlens and another argument; packed sequences are passed as the query alone.")
             return self._attend_packed(query, cu_seqlens, max_seqlen)
+        if max_seqlen is not None:
+            raise ValueError("got max_seqlen but no cu_seqlens. Packed sequences need both bounds and longest length.")
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)

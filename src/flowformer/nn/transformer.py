@@ -144,11 +144,25 @@ class FlowEncoderLayer(_Layer):
 
     is_causal = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, **packed: Any) -> Tensor:
-        """The tokens x (B, N, W) after the layer; mask (B, N) bool, True = takes part.
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """The tokens x (B, N, W) after the layer.
 
-        Packed sequences (1, T, W) are told apart by `cu_seqlens` and `max_seqlen`, as for `FlowAttention`.
+        Args:
+            mask: (B, N) bool, True = takes part.
+            cu_seqlens, max_seqlen: of packed sequences (1, T, W), as for `FlowAttention`.
         """
+        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if isinstance(self.attention, RivalAttention):
+            if cu_seqlens is not None:
+                raise NotImplementedError("packed sequences need Flow-Attention; pad for a rival, and pass a mask.")
+            packed = {}
         x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask, **packed), x)
         return self._residual(self.mlp_norm, self.mlp, x)
 
