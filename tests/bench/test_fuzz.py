@@ -247,6 +247,24 @@ def test_a_rounding_of_a_large_flow_is_no_failure(off, verdict, monkeypatch):
     assert record["verdict"] == verdict, record["why"]
 
 
+@pytest.mark.parametrize(("roundings", "verdict"), [(0.0, "pass"), (2.0, "conditioned"), (8.0, "fail")])
+def test_a_rounding_of_an_input_is_no_failure(roundings, verdict, monkeypatch):
+    """Of a single token, ⟨dR, v⟩ is a small sum of large terms: a rounding of v changes dK by many of its own."""
+    case = Case(backend="torch", kind="causal", dtype="bfloat16", dim=119, value_dim=119, heads=2, key_heads=2, batch=3,
+                sinks=1, sources=1, query_mask="random", key_mask="random", amplitude=0.01, seed=1928957182,
+                variant={"feature_map": "relu", "flow_eps": 1e-3})  # fmt: skip
+    honest = backends.BACKENDS["torch"]
+
+    def causal(query, key, value, *args):
+        signs = torch.randint(2, value.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        moved = value.double() * (1 + roundings * 2**-9 * signs)
+        return honest.causal(query.double(), key.double(), moved, *args).to(query.dtype)
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(causal=causal))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
+
+
 @pytest.mark.parametrize(("roundings", "verdict"), [(0.0, "pass"), (7.0, "cancelled"), (20.0, "fail")])
 def test_a_gradient_of_which_no_digit_is_left_is_no_failure(roundings, verdict, monkeypatch):
     """One token alone: dQ is the difference of two terms that are equal but for ε, in roundings of which it may err."""

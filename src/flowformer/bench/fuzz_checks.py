@@ -57,7 +57,8 @@ def check(case: Case, device: str) -> dict[str, Any]:
     what breaks the error rule but has an excuse:
     - "kink": clamps that differ by a rounding make as much of a difference (a flow near its clamp has a gradient or
       none);
-    - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential);
+    - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential),
+      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms);
     - "cancelled": the gradient is a difference of two terms of which no digit is left.
     """
     start = time.perf_counter()
@@ -89,9 +90,9 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
         wanted = [name in case.gradients for name in "qkvsss"[: len(inputs.leaves)]]
         return _with_gradients(lambda leaves: _call(case, inputs, leaves), inputs.leaves, wanted, cotangents)
 
-    def oracle(tensors: Sequence[Tensor], of: Case = case) -> dict[str, Tensor]:
+    def oracle(tensors: Sequence[Tensor], of: Case = case, upstream: Mapping[str, Tensor] = cotangents):
         wanted = [bool(case.gradients)] * len(tensors)
-        return _with_gradients(lambda leaves: _exact(of, inputs, leaves), tensors, wanted, cotangents)
+        return _with_gradients(lambda leaves: _exact(of, inputs, leaves), tensors, wanted, upstream)
 
     reasons = []
     results, again = run(), run()
@@ -153,19 +154,21 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
         # some flows may be on the other side alone: what all of them add to a gradient of the state may cancel
         if all(excess[name] <= jumps[name] * (2 if name in GRADIENTS[3:] else 1) for name in excess):
             return "kink"
-    bounded = reference._clamped
-    off = ROUNDING if dtype == torch.float32 else rounding / 16
-
     random = torch.Generator().manual_seed(case.seed)
 
-    def rounded(flow: Tensor, **variant: Any) -> Tensor:
-        signs = torch.randint(2, flow.shape, generator=random).to(flow) * 2 - 1
-        return bounded(flow * (1 + off * signs), **variant)
+    def rounded(x: Tensor, off: float) -> Tensor:
+        return x * (1 + off * (torch.randint(2, x.shape, generator=random).to(x) * 2 - 1))
 
-    with patch.object(reference, "_clamped", rounded):
-        others = oracle(exact)
-    if all(excess[name] <= GRADIENT * (others[name] - truths[name]).norm().item() for name in excess):
-        return "conditioned"
+    bounded = reference._clamped
+    off = ROUNDING if dtype == torch.float32 else rounding / 16
+    with patch.object(reference, "_clamped", lambda flow, **variant: bounded(rounded(flow, off), **variant)):
+        of_flows = oracle(exact)
+    of_inputs = oracle([rounded(x, rounding) for x in exact], upstream={
+        name: rounded(grad.double(), rounding) for name, grad in cotangents.items()
+    })  # fmt: skip
+    for others in (of_flows, of_inputs):
+        if all(excess[name] <= GRADIENT * (others[name] - truths[name]).norm().item() for name in excess):
+            return "conditioned"
     if set(excess) <= {"d_query", "d_key"}:
         noise = _noise(case, inputs, exact, cotangents)
         if all(max(excess[name], truths[name].norm().item()) <= noise[name] for name in excess):
