@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from .common import without_autocast
 from .reference import FlowMaps
 from .state import FlowState
 from .variant import FlowVariant
+
+if TYPE_CHECKING:
+    from .context.exchange import Group
 
 _DEFAULT = FlowVariant()
 
@@ -32,6 +36,7 @@ def flow_attention(
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
     backend: str | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Attention in linear time, with competition among sources and allocation to sinks.
 
@@ -50,6 +55,9 @@ def flow_attention(
         enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
         variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
         backend: None takes the best that can run here; "triton", "torch" or "reference" insists. See `explain`.
+        group: a ProcessGroup, or a DeviceMesh with one dimension, over whose ranks the sequence is cut, in rank order:
+            the tokens passed are this rank's part, of any length, also none. Every rank must make the call, and run
+            its backward pass, with the same arguments but for the length.
 
     Returns: (B, H, N, E), in the dtype of the query. A query that is masked, or has no valid source, gives 0.
 
@@ -62,6 +70,12 @@ def flow_attention(
     >>> flow_attention(q, k, v).shape
     torch.Size([1, 2, 5, 4])
     """
+    if group is not None:
+        # here, as in the other functions: torch.distributed is for few callers
+        from .context import op
+
+        masks = query_mask, key_mask
+        return op.attention(query, key, value, is_causal, *masks, scale, enable_gqa, variant, backend, group)
     if getattr(query, "is_nested", False):
         options = {"scale": scale, "enable_gqa": enable_gqa, "variant": variant, "backend": backend}
         return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
@@ -112,6 +126,7 @@ def flow_attention_recurrent(
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
     backend: str | None = None,
+    group: Group | None = None,
 ) -> tuple[Tensor, FlowState]:
     """Causal attention of any number of new tokens, continued from the state of their past.
 
@@ -124,6 +139,8 @@ def flow_attention_recurrent(
         key_mask: (B, N) bool, True = takes part, for prompts of unequal length, padded left or right. A padded token
             leaves the state as it is.
         scale, enable_gqa, variant, backend: as for `flow_attention`.
+        group: as for `flow_attention`. All ranks pass the state of what was before the first rank's tokens, and get
+            the state after the last rank's.
 
     Returns: the result (B, H, N, E) and the state after the last token.
 
@@ -134,6 +151,10 @@ def flow_attention_recurrent(
     >>> torch.allclose(last, whole[:, :, 4:], atol=1e-6), state.count.item()
     (True, 5)
     """
+    if group is not None:
+        from .context import op
+
+        return op.recurrent(query, key, value, state, key_mask, scale, enable_gqa, variant, backend, group)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, None, key_mask)
     checks.causal_lengths(query, key)
@@ -160,6 +181,7 @@ def flow_attention_varlen(
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
     backend: str | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """`flow_attention` of sequences packed one after another: equal to a loop over them, without padding.
 
@@ -170,6 +192,8 @@ def flow_attention_varlen(
             last end belong to no sequence and give 0.
         max_seqlen_q, max_seqlen_k: the longest length, or anything above it.
         is_causal, scale, enable_gqa, variant, backend: as for `flow_attention`.
+        group: as for `flow_attention`. All ranks bound the same sequences, those without a token on a rank as empty:
+            a rank with the tokens start … stop of all passes cu_seqlens.clamp(start, stop) - start.
 
     Returns: (T, H, E). A sequence may be empty; queries of a sequence without keys give 0.
 
@@ -178,6 +202,11 @@ def flow_attention_varlen(
     >>> flow_attention_varlen(q, k, v, bounds, bounds, 4, 4).shape
     torch.Size([7, 2, 4])
     """
+    if group is not None:
+        from .context import op
+
+        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return op.varlen(query, key, value, bounds, is_causal, scale, enable_gqa, variant, backend, group)
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale, variant = checks.scale(scale), checks.variant(variant, is_causal)

@@ -1,0 +1,167 @@
+"""Causal Flow-Attention of one rank's part of the sequence: the state of the ranks before it, level by level.
+
+Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N), of this rank; the three tensors of
+a state are those of `FlowState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import State, differentiate, sum_dtype, without_autocast
+from ..reference import repeat_heads
+from ..state import empty_state
+from ..torch.blocks import head_blocks
+from ..torch.causal import MIN_BLOCKS
+from ..torch.features import feature_gradient, features
+from ..variant import FlowVariant
+from .exchange import Exchange
+
+Recurrent = Callable[..., tuple[Tensor, State]]
+
+
+def attend(
+    query,
+    key,
+    value,
+    mask: Tensor | None,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
+    exchange: Exchange,
+    recurrent: Recurrent,
+    with_end: bool = True,
+) -> tuple[Tensor, State | None]:
+    """The result for this rank's tokens, and the state after the last token of the last rank.
+
+    Args:
+        state: before the first token of the first rank, the same on every rank; None is that of nothing.
+        recurrent: of a backend.
+        with_end: whether the last state is needed; its gradient takes part in the exchanges.
+    """
+    first = empty_state(query, value) if state is None else state
+    lowest = torch.finfo(first[0].dtype).min
+    dim = query.shape[3]
+
+    def before(x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        prefix, total = _Before.apply(x, exchange, with_end)
+        return start + prefix, start + total
+
+    def run(v: Tensor, sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any) -> tuple[Tensor, State]:
+        sums = [*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums))]
+        part = torch.stack(sums, -2), memory, scalars
+        return recurrent(query, key, v, mask, part, scale, replace(variant, **changes))
+
+    with without_autocast(query):
+        key_sum = repeat_heads(query, _FeatureSum.apply(key, mask, scale, variant))
+        query_sum = _FeatureSum.apply(query, mask, scale, variant)
+        tokens = query.shape[2] if mask is None else mask.sum(-1)[:, None, None]
+        count = torch.zeros_like(key_sum[..., :1]) + tokens
+        local = torch.cat([key_sum, query_sum, count], -1)
+        start = torch.cat([first[0][..., :2, :].flatten(2), first[2][..., :1].detach()], -1)
+        flow_sums, end_flow_sums = (x.split([dim, dim, 1], -1) for x in before(local, start))
+        sums, count = list(flow_sums[:2]), flow_sums[2].detach()
+
+        # values do not enter the flows
+        no_value, no_memory = torch.zeros_like(value[..., :1]), torch.zeros_like(first[1][..., :1])
+        nothing = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
+        _, (local, *_) = run(no_value, sums, no_memory, nothing, competition="none", allocation="none")
+        conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:, :])
+        sums += conserved.unbind(-2)
+
+        first_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
+        logs = end_logs = first_logs
+        if "softmax" in (variant.competition, variant.allocation):
+            _, (*_, local) = run(no_value, sums, no_memory, nothing)
+            logs, end_logs = _LogBefore.apply(local[..., 1:], first_logs, exchange, with_end)
+        scalars = torch.cat([count, logs], -1)
+        _, (_, local, _) = run(value, sums, torch.zeros_like(first[1]), scalars, allocation="none")
+        memory, end_memory = before(local, first[1])
+        result, _ = run(value, sums, memory, scalars)
+        if not with_end:
+            return result, None
+        end_sums = torch.cat([torch.stack(end_flow_sums[:2], -2), end_conserved], -2)
+        count = end_flow_sums[2].detach()
+        end_logs = torch.where(count > 0, end_logs, -torch.inf)
+        return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
+
+
+class _FeatureSum(torch.autograd.Function):
+    """Σ φ(scale·x) over the tokens of x (B, H, N, D), which keeps nothing but x."""
+
+    @staticmethod
+    def forward(ctx: Any, x, mask, scale, variant) -> Tensor:
+        ctx.save_for_backward(x, mask)
+        ctx.options = scale, variant
+        total = x.new_empty(*x.shape[:2], x.shape[3], dtype=sum_dtype(x))
+        for block in head_blocks(x, x, x, x.shape[2], MIN_BLOCKS):
+            block.write_sinks(total, features(block.sinks(x), block.mask(mask), scale, variant).sum(-2))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        return differentiate(_feature_sum_gradient, grad, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def _feature_sum_gradient(grad: Tensor, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
+    grad_x = torch.empty_like(x)
+    for block in head_blocks(x, x, x, x.shape[2], MIN_BLOCKS):
+        feature = features(block.sinks(x), block.mask(mask), scale, variant)
+        grad_feature = block.sinks(grad)[:, None].expand_as(feature)
+        block.write_sinks(grad_x, feature_gradient(grad_feature, feature, scale, variant))
+    return grad_x
+
+
+class _Before(torch.autograd.Function):
+    """The sum of x over the ranks before, and over all ranks; the gradient is summed over the ranks after."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.with_total = exchange, with_total
+        before, total = exchange.before(x, with_total)
+        return before, torch.zeros_like(x) if total is None else total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor):
+        return differentiate(_before_gradient, grad, grad_total, ctx.exchange, ctx.with_total), None, None
+
+
+def _before_gradient(grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool) -> Tensor:
+    if not with_total:
+        return exchange.before(grad, False, reverse=True)[0]
+    grads = exchange.before(torch.stack([grad, grad_total], 1), True, reverse=True)
+    return grads[0][:, 0] + grads[1][:, 1]
+
+
+class _LogBefore(torch.autograd.Function):
+    """log Σ exp of x over the ranks before and `first`, and over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:
+        every = torch.cat([first[None], exchange.gather(x, torch.finfo(x.dtype).min)])  # (1 + P, ...)
+        running = every.logcumsumexp(0)
+        ctx.save_for_backward(every, running)
+        ctx.exchange, ctx.with_total = exchange, with_total
+        return running[exchange.rank], running[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor):
+        saved = *ctx.saved_tensors, ctx.exchange, ctx.with_total
+        return *differentiate(_log_before_gradient, grad, grad_total, *saved), None, None
+
+
+def _log_before_gradient(grad, grad_total, every, running, exchange: Exchange, with_total: bool):
+    rank = exchange.rank
+    own = torch.stack([grad, grad_total], 1) if with_total else grad[:, None]
+    grads = exchange.gather(own, 0.0)  # (P, B, 1 or 2, ...)
+    grad_x = ((every[rank + 1] - running[rank + 1 : -1]).exp() * grads[rank + 1 :, :, 0]).sum(0)
+    grad_first = (every[0] - running[rank]).exp() * grad
+    if with_total:
+        grad_x = grad_x + (every[rank + 1] - running[-1]).exp() * grads[:, :, 1].sum(0)
+        grad_first = grad_first + (every[0] - running[-1]).exp() * grad_total
+    return grad_x, grad_first

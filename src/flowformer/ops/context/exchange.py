@@ -1,0 +1,239 @@
+"""The collectives of context parallelism, and the count of what they send.
+
+Sums run over the ranks in order, so results are the same in every run with as many ranks. P is the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh
+# bytes of all ranks together up to which each rank gets the numbers of all ranks in one collective. Above, each rank
+# adds up one slice of the numbers: two collectives, but 2(P − 1)/P times the bytes instead of P − 1 times.
+GATHERED_BYTES = 2**15
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent.
+
+    Args:
+        stages: exchanges, each of which depends on the one before.
+        collectives: calls of torch.distributed; an exchange takes one or two.
+        bytes: sent to other ranks.
+        checks: bytes sent to compare the arguments of the ranks, which are not among the others.
+    """
+
+    stages: int = 0
+    collectives: int = 0
+    bytes: int = 0
+    checks: int = 0
+
+
+_open: list[Traffic] = []
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Counts what context parallelism sends from this rank, forward and backward.
+
+    >>> with traffic() as sent:
+    ...     pass
+    >>> sent.stages
+    0
+    """
+    count = Traffic()
+    _open.append(count)
+    try:
+        yield count
+    finally:
+        _open.remove(count)
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The process group of a group or of a mesh with one dimension, of which this process is a rank."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            raise ValueError(
+                f"group must be a mesh with one dimension, got {group.ndim} with the names {tuple(names)}. Pass the "
+                "dimension over which the sequence is cut, as in mesh['context']."
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}.")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not a rank of the group.")
+    return group
+
+
+class Exchange:
+    """Sums over the ranks of a group, of tensors (rows, ...) with a row for each sequence that is cut.
+
+    Args:
+        rows: which of all the rows this rank has, where it has not all of them.
+        num_rows: how many there are in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rows: Tensor | None = None, num_rows: int = 0) -> None:
+        self.group, self.rows, self.num_rows = group, rows, num_rows
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x."""
+        self._begin_stage()
+        x = self._all_rows(x)
+        return self._own_rows(self._join(self._collect(x.flatten()).sum(0), x))
+
+    def softmax_total(self, x: Tensor, logs: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
+        """The sum of all ranks' x (rows, H, ...), and log Σ exp of all ranks' logs (rows, H, L).
+
+        If weighted, x was made with a softmax over this rank's tokens whose normaliser is logs[..., 0], and the sum is
+        what a softmax over the tokens of all ranks would give.
+        """
+        self._begin_stage()
+        x, logs = self._all_rows(x), self._all_rows(logs, torch.finfo(logs.dtype).min)
+        received = self._collect(x.flatten(), logs.flatten())
+        numbers, of_ranks = received.tensor_split([received.shape[1] - logs.numel()], 1)
+        of_ranks = of_ranks.view(-1, *logs.shape)
+        merged = of_ranks.logsumexp(0)
+        if weighted:
+            weights = (of_ranks - merged)[..., 0].exp().flatten(1)  # (P, rows·H)
+            start = 0 if self._is_small(x) else self.rank * numbers.shape[1]
+            number = torch.arange(start, start + numbers.shape[1], device=x.device)
+            head = number.div(max(math.prod(x.shape[2:]), 1), rounding_mode="floor")
+            # the last slice is filled up with zeros of no head
+            numbers = numbers * weights[:, head.clamp_max(max(weights.shape[1] - 1, 0))]
+        return self._own_rows(self._join(numbers.sum(0), x)), self._own_rows(merged)
+
+    def before(self, x: Tensor, with_total: bool, reverse: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The sum of x over the ranks before this one, or after it if reversed; and the sum over all ranks."""
+        self._begin_stage()
+        x = self._all_rows(x)
+        numbers = self._collect(x.flatten())
+        if reverse:
+            numbers = numbers.flip(0)
+        running = F.pad(numbers, (0, 0, 1, 0)).cumsum(0)  # (P + 1, ...)
+        before, total = running[:-1], running[-1]
+        if reverse:
+            before = before.flip(0)
+        if self._is_small(x):
+            own = before[self.rank].view_as(x)
+        else:
+            own = self._swap(before).flatten()[: x.numel()].view_as(x)
+        return self._own_rows(own), self._own_rows(self._join(total, x)) if with_total else None
+
+    def gather(self, x: Tensor, missing: float) -> Tensor:
+        """All ranks' x, (P, rows, ...); `missing` stands in rows that a rank does not have."""
+        self._begin_stage()
+        gathered = self._gather(self._all_rows(x, missing))
+        return gathered if self.rows is None else gathered[:, self.rows]
+
+    def lengths(self, x: Tensor) -> Tensor:
+        """All ranks' lengths x of each sequence, (P, ...)."""
+        return self._gather(x)
+
+    def _all_rows(self, x: Tensor, missing: float = 0.0) -> Tensor:
+        if self.rows is None:
+            return x
+        return x.new_full((self.num_rows, *x.shape[1:]), missing).index_copy_(0, self.rows, x)
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else x[self.rows]
+
+    def _is_small(self, x: Tensor) -> bool:
+        return self.size * x.nbytes <= GATHERED_BYTES
+
+    def _collect(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        """The ranks' numbers that this rank adds up, all of x or a slice of it, each followed by all of `extra`."""
+        if self._is_small(x):
+            return self._gather(x if extra is None else torch.cat([x, extra]))
+        slices = F.pad(x, (0, -len(x) % self.size)).view(self.size, -1)
+        return self._swap(slices if extra is None else torch.cat([slices, extra.expand(self.size, -1)], 1))
+
+    def _join(self, own: Tensor, like: Tensor) -> Tensor:
+        """The sums that the ranks have made, one slice each, in the shape of `like`."""
+        if not self._is_small(like):
+            own = self._gather(own).flatten()[: like.numel()]
+        return own.view_as(like)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        gathered = x.new_empty(self.size, *x.shape)
+        self._count((self.size - 1) * x.nbytes)
+        if x.numel():
+            self._run(dist.all_gather_into_tensor, gathered.view(-1), x.view(-1))
+        return gathered
+
+    def _swap(self, x: Tensor) -> Tensor:
+        """Sends row r of x (P, ...) to rank r, and returns the rows that the ranks have sent to this one."""
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        self._count((self.size - 1) * x[0].nbytes)
+        self._run(dist.all_to_all_single, received, x)
+        return received
+
+    def _run(self, collective, received: Tensor, sent: Tensor) -> None:
+        try:
+            collective(received, sent, group=self.group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of the {self.size} that share a sequence got no answer: another rank has ended, or "
+                f"did not make this call within the timeout of the group. {error}"
+            ) from error
+
+    @staticmethod
+    def _begin_stage() -> None:
+        for each in _open:
+            each.stages += 1
+
+    @staticmethod
+    def _count(sent: int) -> None:
+        for each in _open:
+            each.collectives += 1
+            each.bytes += sent
+
+
+_agreed: set[tuple[str, int]] = set()
+
+
+def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: str, refused: bool = False) -> None:
+    """Raises on every rank if the ranks call with different arguments, which would make them wait for one another.
+
+    On a CPU the ranks compare at every call. On other devices, where to read the answer stalls the stream, they do so
+    when a rank meets these arguments for the first time: ranks that agreed once and then differ are noticed only if
+    the arguments are new to all of them.
+
+    Args:
+        arguments: what must be the same; if `refused`, why this rank cannot make the call.
+    """
+    digest = 0 if refused else int.from_bytes(hashlib.sha256(arguments.encode()).digest()[:7], "big") + 1
+    known = (group.group_name, digest)
+    if device.type != "cpu" and (refused or known in _agreed):
+        return
+    exchange = Exchange(group)
+    digests = torch.empty(exchange.size, dtype=torch.int64, device=device)
+    exchange._run(dist.all_gather_into_tensor, digests, torch.tensor([digest], device=device))
+    for each in _open:
+        each.checks += 8 * (exchange.size - 1)
+    if (digests == digest).all() and not refused:
+        _agreed.add(known)
+        return
+    every: list[str] = [""] * exchange.size
+    dist.all_gather_object(every, arguments, group=group)
+    if not refused:
+        lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in enumerate(every))
+        raise ValueError(
+            "the ranks that share a sequence must make the same call, apart from the lengths of their parts; got\n  "
+            + lines
+        )

@@ -1,0 +1,155 @@
+"""`flow_attention`, `flow_attention_recurrent` and `flow_attention_varlen` of sequences that are cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import backends, checks
+from ..state import FlowState
+from ..variant import FlowVariant
+from ..varlen import Lengths, PaddedSequences, starts_and_lengths
+from . import bidirectional, causal
+from .exchange import Exchange, Group, check_agreement, process_group
+
+
+@torch.compiler.disable
+def attention(
+    query, key, value, is_causal: bool, query_mask, key_mask, scale, enable_gqa: bool, variant, backend, group: Group
+) -> Tensor:
+    """See `flow_attention`."""
+    with _told_refusals(group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+        checks.attention_masks(query, key, query_mask, key_mask)
+        scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+        if is_causal:
+            checks.causal_lengths(query, key)
+        chosen = _choose(backend, query, key, value, is_causal, variant)
+    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, scale, variant)
+    if not is_causal:
+        return bidirectional.attend(query, key, value, query_mask, key_mask, scale, variant, Exchange(ranks))
+    mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
+    result, _ = causal.attend(
+        query, key, value, mask, None, scale, variant, Exchange(ranks), chosen.recurrent, with_end=False
+    )
+    return result
+
+
+@torch.compiler.disable
+def recurrent(
+    query, key, value, state: FlowState | None, key_mask, scale, enable_gqa: bool, variant, backend, group: Group
+) -> tuple[Tensor, FlowState]:
+    """See `flow_attention_recurrent`."""
+    with _told_refusals(group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+        checks.attention_masks(query, key, None, key_mask)
+        checks.causal_lengths(query, key)
+        if state is not None:
+            checks.state(state, query, value)
+        scale, variant = checks.scale(scale), checks.variant(variant, True)
+        chosen = _choose(backend, query, key, value, True, variant)
+    packed = None if state is None else state.pack()
+    differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
+    past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
+    _check_same_call(ranks, query, key, value, query.shape[0], True, scale, variant, past)
+    result, end = causal.attend(
+        query, key, value, key_mask, packed, scale, variant, Exchange(ranks), chosen.recurrent, with_end=True
+    )
+    return result, FlowState.unpack(end)
+
+
+@torch.compiler.disable
+def varlen(
+    query, key, value, lengths: Lengths, is_causal: bool, scale, enable_gqa: bool, variant, backend, group: Group
+) -> Tensor:
+    """See `flow_attention_varlen`. Sequences that lie on one rank are computed there; the others are exchanged."""
+    with _told_refusals(group, query) as ranks:
+        query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
+        checks.cu_seqlens(query, *lengths)
+        scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+        (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
+            query.shape[0], key.shape[0], lengths, is_causal
+        )
+        chosen = _choose(backend, query, key, value, is_causal, variant)
+    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, scale, variant)
+
+    tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
+    exchange = Exchange(ranks)
+    is_cut = ((exchange.lengths(tokens) > 0).any(1).sum(0) > 1).tolist()
+    cut = [i for i, each in enumerate(is_cut) if each]
+    here = [i for i in cut if lengths_q[i] or lengths_k[i]]
+    whole = [i for i, each in enumerate(is_cut) if not each]
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
+    if any(lengths_q[i] for i in whole):
+        sinks, sources = _tokens(starts_q, lengths_q, whole, query), _tokens(starts_k, lengths_k, whole, key)
+        bounds = _bounds(lengths_q, whole, query), _bounds(lengths_k, whole, query), *lengths[2:]
+        inputs = query[sinks], key[sources], value[sources]
+        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, scale, variant))
+    if cut:
+        sinks, sources = _padded(starts_q, lengths_q, here, query), _padded(starts_k, lengths_k, here, key)
+        rows = torch.tensor([cut.index(i) for i in here], dtype=torch.long, device=query.device)
+        exchange = Exchange(ranks, rows, len(cut))
+        inputs = sinks.pad(query), sources.pad(key), sources.pad(value)
+        if is_causal:
+            out, _ = causal.attend(
+                *inputs, sinks.mask, None, scale, variant, exchange, chosen.recurrent, with_end=False
+            )
+        else:
+            out = bidirectional.attend(*inputs, sinks.mask, sources.mask, scale, variant, exchange)
+        out = out.transpose(1, 2)[sinks.mask]
+        result = result.index_copy(0, sinks.tokens[sinks.mask], out)
+    return result
+
+
+def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
+    """The packed tokens of the chosen sequences."""
+    ranges = [torch.arange(starts[i], starts[i] + lengths[i], device=x.device) for i in chosen]
+    return torch.cat(ranges)
+
+
+def _bounds(lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
+    return torch.tensor([0, *(lengths[i] for i in chosen)], device=x.device).cumsum(0)
+
+
+def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> PaddedSequences:
+    """The chosen sequences as rows, none if there are none."""
+    start, length = (
+        torch.tensor([each[i] for i in chosen], dtype=torch.long, device=x.device)[:, None]
+        for each in (starts, lengths)
+    )
+    position = torch.arange(max((lengths[i] for i in chosen), default=0), device=x.device)
+    mask = position < length
+    return PaddedSequences(torch.where(mask, start + position, 0), mask)
+
+
+def _choose(backend: str | None, query: Tensor, key, value, is_causal: bool, variant: FlowVariant) -> backends.Backend:
+    """The backend of what a rank computes alone; bidirectional sums are computed with the functions of "torch"."""
+    return backends.choose(backend, query, key, value, is_causal, variant)
+
+
+@contextmanager
+def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
+    """Tells the other ranks if this one refuses its arguments: they would wait for it."""
+    ranks = process_group(group)
+    try:
+        yield ranks
+    except (TypeError, ValueError, NotImplementedError) as error:
+        device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+        check_agreement(ranks, device, f"{type(error).__name__}: {error}", refused=True)
+        raise
+
+
+def _check_same_call(ranks, query: Tensor, key: Tensor, value: Tensor, batch: int, is_causal: bool, *rest) -> None:
+    grad = torch.is_grad_enabled()
+    tensors = ", ".join(
+        f"{name} of {x.shape[1]} heads of width {x.shape[-1]}{' that needs a gradient' * (grad and x.requires_grad)}"
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    kind = "causal" if is_causal else "bidirectional"
+    form = "packed" if query.dim() == 3 else "padded"
+    arguments = f"{kind}, {batch} {form} sequences of {query.dtype}, {tensors}"
+    check_agreement(ranks, query.device, ", ".join([arguments, *map(str, rest)]))
