@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "loop": "How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.",
     "japanese-vowels": "The time-series classifier with its default settings beside aeon's RocketClassifier: accuracy "
     "and seconds.",
+    "context": "A sequence cut over processes: bytes and stages of the exchange beside their formula, and the time.",
     "fuzz": "Random calls of the backends against the float64 reference: values, gradients, memory, repeatability.",
 }
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from ..nn import (
 )
 from ..ops import FlowState, FlowVariant
 from .base import FlowModel
+
+if TYPE_CHECKING:
+    from ..ops.context.exchange import Group
 
 _DEFAULT = FlowVariant()
 IGNORED = -100  # as a target: not scored
@@ -147,7 +150,22 @@ class FlowformerLM(FlowModel):
         )
         self.norm = nn.LayerNorm(config.embed_dim)
         self.head = None if config.tie_embedding else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.group: Group | None = None
         self.reset_parameters()
+
+    def cut_sequences(self, group: Group | None) -> None:
+        """From now on the tokens passed are this rank's part of sequences cut over the ranks of the group, in order.
+
+        Args:
+            group: as for `flow_attention`; None is whole sequences again.
+        """
+        if group is not None and not is_flow(self.config.attention):
+            raise NotImplementedError(
+                f"{self.config.attention} attention cannot be cut over ranks; accepted: Flow-Attention."
+            )
+        self.group = group
+        for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
+            layer.attention.group = group
 
     def reset_parameters(self) -> None:
         """The published initialisation that the config names; norms, positions and what is a rival's own stay."""
@@ -221,11 +239,14 @@ class FlowformerLM(FlowModel):
             targets: (B, N), what each token should predict, IGNORED (-100) where nothing is scored; None is the token
                 after it. Padding scores nothing.
             reduction: "mean" over the scored tokens, 0 if there are none, or "sum".
+
+        Where sequences are cut over ranks, the loss is that of all ranks, on each of them. Its gradient is what this
+        rank's tokens contribute: sum the gradients of the ranks. DDP averages them, so multiply by their number.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"unknown reduction {reduction!r}; accepted: mean, sum.")
         if targets is None:
-            targets = next_tokens(tokens, mask)
+            targets = next_tokens(tokens, mask, self.group)
         elif targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} must have one shape.")
         elif mask is not None:
@@ -240,7 +261,13 @@ class FlowformerLM(FlowModel):
             total = torch.stack(
                 [checkpoint(self._negative_log_likelihood, *piece, use_reentrant=False) for piece in pieces]
             ).sum()
-        return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp_min(1)
+        scored = (targets != IGNORED).sum()
+        if self.group is not None:
+            from ..ops.context.exchange import sum_over_ranks
+
+            scored = sum_over_ranks(scored, self.group)
+            total = total + sum_over_ranks(total.detach(), self.group) - total.detach()
+        return total if reduction == "sum" else total / scored.clamp_min(1)
 
     @torch.no_grad()
     def generate(
@@ -278,6 +305,8 @@ class FlowformerLM(FlowModel):
                 f"{self.config.attention} attention has no state to continue from: each token takes a run over the "
                 'whole prefix. Pass recompute=True to do that, or use attention="flow".'
             )
+        if self.group is not None:
+            raise NotImplementedError("generate needs whole prompts; call cut_sequences(None) first.")
         check_positive(max_new_tokens=max_new_tokens, prefill=1 if prefill is None else prefill)
         _check_sampling(temperature, top_k, top_p)
         prompt, mask = pad_left(prompt, prompt_mask)
@@ -326,9 +355,10 @@ class FlowformerLM(FlowModel):
         """
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.embed_dim)
-        if positions is None and (mask is not None or states is not None):
+        if positions is None and (mask is not None or states is not None or self.group is not None):
             present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-            positions = token_positions(present, None if states is None else states[0].count.to(x.device))
+            past = None if states is None else states[0].count.to(x.device)
+            positions = token_positions(present, past, self.group)
         x = self.dropout(self.positions(x, positions))
         new_states: list[FlowState] = []
         for i, layer in enumerate(self.decoder.layers):
@@ -355,8 +385,10 @@ class FlowformerLM(FlowModel):
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
-def next_tokens(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+def next_tokens(tokens: Tensor, mask: Tensor | None = None, group: Group | None = None) -> Tensor:
     """The token after each token, IGNORED where there is none: at the end, and where either is padding.
+
+    With a group, the token after the last is the first of the next rank that has tokens.
 
     >>> next_tokens(torch.tensor([[7, 8, 9]])).tolist()
     [[8, 9, -100]]
@@ -364,7 +396,15 @@ def next_tokens(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     following = tokens[:, 1:]
     if mask is not None:
         following = following.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED)
-    return F.pad(following, (0, 1), value=IGNORED)
+    following = F.pad(following, (0, 1), value=IGNORED)
+    if group is None:
+        return following
+    from ..ops.context.exchange import first_after
+
+    last = first_after(tokens if mask is None else tokens.masked_fill(~mask, IGNORED), IGNORED, group)[:, None]
+    if mask is not None:
+        last = last.masked_fill(~mask[:, -1:], IGNORED)
+    return torch.cat([following[:, :-1], last.to(tokens.dtype)], 1)[:, : tokens.shape[1]]
 
 
 def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

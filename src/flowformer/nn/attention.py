@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from ..ops.interface import joint_mask
 from ..ops.reference import repeat_heads
 from ..ops.variant import ABLATIONS
 from .positions import RotaryPositions, token_positions
+
+if TYPE_CHECKING:
+    from ..ops.context.exchange import Group
 
 _DEFAULT = FlowVariant()
 
@@ -159,6 +162,8 @@ class FlowAttention(ProjectedAttention):
         variant: a FlowVariant or the name of one.
         rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
             Positions count the tokens that take part, from those of the state on. Self-attention only.
+        group: over whose ranks the sequences are cut, as for `flow_attention`; rotary positions go on from rank to
+            rank.
 
     >>> attention = FlowAttention(32, 4, is_causal=True)
     >>> x = torch.randn(2, 10, 32)
@@ -176,11 +181,13 @@ class FlowAttention(ProjectedAttention):
         *,
         variant: FlowVariant | str = _DEFAULT,
         rotary_base: float | None = None,
+        group: Group | None = None,
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant, self.is_causal)
         self.rotary = None if rotary_base is None else RotaryPositions(self.head_dim, rotary_base)
+        self.group = group
         self._recorded: list[FlowMaps] | None = None
 
     def new_state(self, batch_size: int) -> FlowState:
@@ -237,13 +244,21 @@ class FlowAttention(ProjectedAttention):
                 )
             positions = self._positions(query, key_mask, state)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        shared: dict[str, Any] = {"key_mask": key_mask, "enable_gqa": True, "variant": self.variant}
+        shared: dict[str, Any] = {
+            "key_mask": key_mask,
+            "enable_gqa": True,
+            "variant": self.variant,
+            "group": self.group,
+        }
         if state is not None:
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
             return self._join(result), state
         options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
         if self._recorded is not None:
-            self._recorded.append(flow_maps(q, k, **options))
+            if self.group is not None:
+                raise NotImplementedError("the maps of a sequence cut over ranks are not recorded; use one rank.")
+            maps_of = {name: option for name, option in options.items() if name != "group"}
+            self._recorded.append(flow_maps(q, k, **maps_of))
         return self._join(flow_attention(q, k, v, **options))
 
     def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
@@ -254,19 +269,32 @@ class FlowAttention(ProjectedAttention):
         q, k, v, *_ = self._project(query, None, None, None, None)
         if self.rotary is not None:
             token = torch.arange(query.shape[1], device=query.device)
-            positions = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+            sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+            positions = token - cu_seqlens[sequence]
+            if self.group is not None:
+                # tokens after the last sequence belong to none
+                from ..ops.context.exchange import tokens_before
+
+                before = tokens_before(cu_seqlens.diff(append=cu_seqlens[-1:]), self.group)
+                positions = positions + before[sequence]
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         longest = query.shape[1] if max_seqlen is None else max_seqlen
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        options: dict[str, Any] = {"is_causal": self.is_causal, "enable_gqa": True, "variant": self.variant}
+        options: dict[str, Any] = {
+            "is_causal": self.is_causal,
+            "enable_gqa": True,
+            "variant": self.variant,
+            "group": self.group,
+        }
         result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         return self._join(result.transpose(0, 1)[None])
 
     def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
-        if mask is None and state is None:
+        if mask is None and state is None and self.group is None:
             return None
+        mask = query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask
         past = None if state is None else state.count
-        return token_positions(query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask, past)
+        return token_positions(mask, past, self.group)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, variant={self.variant}"

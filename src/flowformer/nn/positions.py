@@ -5,9 +5,14 @@ Shapes: B batch, N tokens, W width, H heads, D head_dim.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..ops.context.exchange import Group
 
 
 class SinusoidalPositions(nn.Module):
@@ -170,12 +175,13 @@ class RotaryPositions(nn.Module):
         return f"{self.dim}, base={self.base}"
 
 
-def token_positions(mask: Tensor, past: Tensor | None = None) -> Tensor:
+def token_positions(mask: Tensor, past: Tensor | None = None, group: Group | None = None) -> Tensor:
     """Where each token stands in its own sequence, padding on either side not counted.
 
     Args:
         mask: (B, N) bool, True = a token.
         past: (B,) integers, how many tokens came before, as `FlowState.count` says; None is 0.
+        group: over whose ranks the sequences are cut; the tokens of the ranks before this one count, too.
 
     Returns: (B, N) integers from 0; padding gets some position of its sequence.
 
@@ -183,6 +189,11 @@ def token_positions(mask: Tensor, past: Tensor | None = None) -> Tensor:
     [[0, 0, 1], [0, 1, 1]]
     """
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    if group is not None:
+        # here, since few callers pay for it
+        from ..ops.context.exchange import tokens_before
+
+        positions = positions + tokens_before(mask.sum(-1), group)[:, None]
     return positions if past is None else positions + past[:, None]
 
 

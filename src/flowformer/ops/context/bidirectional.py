@@ -104,8 +104,10 @@ class _Attend(torch.autograd.Function):
 
 
 def _saved_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, scale, variant, exchange = saved
-    return _backward(grad, Part(*tensors[:5], scale, variant), Flows(*tensors[5:]), exchange)
+    scale, variant, exchange = saved[-3:]
+    query, key, value, query_mask, key_mask, *flows = saved[:-3]
+    part = Part(query, key, value, query_mask, key_mask, scale, variant)
+    return _backward(grad, part, Flows(*flows), exchange)
 
 
 def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:

@@ -35,14 +35,14 @@ def attend(
     variant: FlowVariant,
     exchange: Exchange,
     recurrent: Recurrent,
-    with_end: bool = True,
-) -> tuple[Tensor, State | None]:
-    """The result for this rank's tokens, and the state after the last token of the last rank.
+    with_end: bool,
+) -> tuple[Tensor, State]:
+    """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
         state: before the first token of the first rank, the same on every rank; None is that of nothing.
         recurrent: of a backend.
-        with_end: whether the last state is needed; its gradient takes part in the exchanges.
+        with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
     """
     first = empty_state(query, value) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
@@ -84,10 +84,13 @@ def attend(
         memory, end_memory = before(local, first[1])
         result, _ = run(value, sums, memory, scalars)
         if not with_end:
-            return result, None
+            return result, ()
         end_sums = torch.cat([torch.stack(end_flow_sums[:2], -2), end_conserved], -2)
         count = end_flow_sums[2].detach()
+        # a logarithm that the variant does not read stays as it is
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
+        is_read = end_logs.new_tensor([variant.competition == "softmax", variant.allocation == "softmax"])
+        end_logs = torch.where(is_read > 0, end_logs, first[2][..., 1:])
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
 
 
@@ -132,10 +135,9 @@ class _Before(torch.autograd.Function):
 
 
 def _before_gradient(grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool) -> Tensor:
-    if not with_total:
-        return exchange.before(grad, False, reverse=True)[0]
-    grads = exchange.before(torch.stack([grad, grad_total], 1), True, reverse=True)
-    return grads[0][:, 0] + grads[1][:, 1]
+    grads = torch.stack([grad, grad_total], 1) if with_total else grad
+    after, total = exchange.before(grads, with_total, reverse=True)
+    return after if total is None else after[:, 0] + total[:, 1]
 
 
 class _LogBefore(torch.autograd.Function):

@@ -127,11 +127,8 @@ class Exchange:
         before, total = running[:-1], running[-1]
         if reverse:
             before = before.flip(0)
-        if self._is_small(x):
-            own = before[self.rank].view_as(x)
-        else:
-            own = self._swap(before).flatten()[: x.numel()].view_as(x)
-        return self._own_rows(own), self._own_rows(self._join(total, x)) if with_total else None
+        own = before[self.rank] if self._is_small(x) else self._swap(before).flatten()[: x.numel()]
+        return self._own_rows(own.view_as(x)), self._own_rows(self._join(total, x)) if with_total else None
 
     def gather(self, x: Tensor, missing: float) -> Tensor:
         """All ranks' x, (P, rows, ...); `missing` stands in rows that a rank does not have."""
@@ -139,8 +136,8 @@ class Exchange:
         gathered = self._gather(self._all_rows(x, missing))
         return gathered if self.rows is None else gathered[:, self.rows]
 
-    def lengths(self, x: Tensor) -> Tensor:
-        """All ranks' lengths x of each sequence, (P, ...)."""
+    def integers(self, x: Tensor) -> Tensor:
+        """All ranks' x, (P, ...), as lengths of sequences."""
         return self._gather(x)
 
     def _all_rows(self, x: Tensor, missing: float = 0.0) -> Tensor:
@@ -202,6 +199,28 @@ class Exchange:
         for each in _open:
             each.collectives += 1
             each.bytes += sent
+
+
+def tokens_before(counts: Tensor, group: Group) -> Tensor:
+    """How many tokens of each sequence the ranks before this one have, (B,), from this rank's counts (B,)."""
+    exchange = Exchange(process_group(group))
+    return exchange.integers(counts)[: exchange.rank].sum(0)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' x, without a gradient."""
+    return Exchange(process_group(group)).integers(x).sum(0)
+
+
+def first_after(tokens: Tensor, missing: int, group: Group) -> Tensor:
+    """The first of tokens (B, N) of the next rank that has any, (B,); `missing` if there is none."""
+    exchange = Exchange(process_group(group))
+    first = F.pad(tokens, (0, 1), value=missing)[:, 0].long()
+    every = exchange.integers(torch.cat([first, first.new_tensor([tokens.shape[1]])]))[exchange.rank + 1 :]
+    for rank in every:
+        if rank[-1] > 0:
+            return rank[:-1]
+    return torch.full_like(first, missing)
 
 
 _agreed: set[tuple[str, int]] = set()

@@ -56,10 +56,10 @@ def recurrent(
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
     _check_same_call(ranks, query, key, value, query.shape[0], True, scale, variant, past)
-    result, end = causal.attend(
+    result, (sums, memory, scalars) = causal.attend(
         query, key, value, key_mask, packed, scale, variant, Exchange(ranks), chosen.recurrent, with_end=True
     )
-    return result, FlowState.unpack(end)
+    return result, FlowState(sums, memory, scalars)
 
 
 @torch.compiler.disable
@@ -79,36 +79,34 @@ def varlen(
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
     exchange = Exchange(ranks)
-    is_cut = ((exchange.lengths(tokens) > 0).any(1).sum(0) > 1).tolist()
+    is_cut = ((exchange.integers(tokens) > 0).any(1).sum(0) > 1).tolist()
     cut = [i for i, each in enumerate(is_cut) if each]
     here = [i for i in cut if lengths_q[i] or lengths_k[i]]
     whole = [i for i, each in enumerate(is_cut) if not each]
     result = query.new_zeros(*query.shape[:2], value.shape[-1])
-    if any(lengths_q[i] for i in whole):
+    if whole or not cut:
         sinks, sources = _tokens(starts_q, lengths_q, whole, query), _tokens(starts_k, lengths_k, whole, key)
         bounds = _bounds(lengths_q, whole, query), _bounds(lengths_k, whole, query), *lengths[2:]
         inputs = query[sinks], key[sources], value[sources]
         result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, scale, variant))
     if cut:
-        sinks, sources = _padded(starts_q, lengths_q, here, query), _padded(starts_k, lengths_k, here, key)
         rows = torch.tensor([cut.index(i) for i in here], dtype=torch.long, device=query.device)
         exchange = Exchange(ranks, rows, len(cut))
-        inputs = sinks.pad(query), sources.pad(key), sources.pad(value)
+        padded_q, padded_k = _padded(starts_q, lengths_q, here, query), _padded(starts_k, lengths_k, here, key)
+        inputs = padded_q.pad(query), padded_k.pad(key), padded_k.pad(value)
+        masks = padded_q.mask, padded_k.mask
         if is_causal:
-            out, _ = causal.attend(
-                *inputs, sinks.mask, None, scale, variant, exchange, chosen.recurrent, with_end=False
-            )
+            out, _ = causal.attend(*inputs, masks[0], None, scale, variant, exchange, chosen.recurrent, with_end=False)
         else:
-            out = bidirectional.attend(*inputs, sinks.mask, sources.mask, scale, variant, exchange)
-        out = out.transpose(1, 2)[sinks.mask]
-        result = result.index_copy(0, sinks.tokens[sinks.mask], out)
+            out = bidirectional.attend(*inputs, *masks, scale, variant, exchange)
+        result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
     """The packed tokens of the chosen sequences."""
     ranges = [torch.arange(starts[i], starts[i] + lengths[i], device=x.device) for i in chosen]
-    return torch.cat(ranges)
+    return torch.cat([torch.arange(0, device=x.device), *ranges])
 
 
 def _bounds(lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:

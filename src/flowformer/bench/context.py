@@ -1,0 +1,152 @@
+"""Context parallelism on this machine: what a rank sends in one forward and backward pass, counted by the op itself.
+
+    flowformer bench context                                  # 2 and 4 processes, gloo
+    flowformer bench context --ranks 8 --lengths 8192         # a sequence of 8192 tokens cut over 8 processes
+
+Results and gradients are first checked against one process. Bytes stand beside the formula of `predicted_bytes`, which
+does not depend on the length. Times are those of processes that share the cores of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..ops import flow_attention
+from ..ops.context.exchange import GATHERED_BYTES, traffic
+from .errors import relative_error
+from .measure import milliseconds
+
+TOLERANCE = 1e-5
+TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class ContextTiming:
+    """One call and its gradient with a sequence cut over ranks."""
+
+    kind: str
+    ranks: int
+    length: int  # of the whole sequence
+    stages: int
+    collectives: int
+    bytes_sent: int
+    bytes_predicted: int
+    milliseconds: float
+    error: float  # against one process, the largest of the result's and the gradients'
+
+
+def exchanged_numbers(heads: int, dim: int, value_dim: int, is_causal: bool) -> list[tuple[int, int]]:
+    """Of each exchange, forward and backward: how many numbers are summed, and how many go to every rank as they are.
+
+    With H heads, D and E: Σk, Σq and counts; Σk/O, Σq/I; two logarithms a head; S; and their gradients.
+
+    >>> exchanged_numbers(16, 64, 64, is_causal=True)[:4]
+    [(2064, 0), (2048, 0), (0, 32), (65536, 0)]
+    """
+    vectors, memory = 2 * heads * dim, heads * dim * value_dim
+    if is_causal:
+        forward = [(vectors + heads, 0), (vectors, 0), (0, 2 * heads), (memory, 0)]
+        return forward + forward[::-1]
+    forward = [(vectors + 2 * heads, 0), (vectors, 0), (memory, 2 * heads)]
+    return [*forward, (memory + heads, 0), (vectors, 0), (vectors, 0)]
+
+
+def predicted_bytes(heads: int, dim: int, value_dim: int, ranks: int, is_causal: bool) -> int:
+    """What a rank sends to the others in one forward and backward pass of float32 sums, for one sequence.
+
+    A sum of n numbers takes 4 n (P − 1) bytes where all ranks get all numbers, which is for small n; else each rank
+    adds up a slice of n/P numbers, which takes 2 · 4 n/P · (P − 1).
+
+    >>> predicted_bytes(16, 64, 64, ranks=8, is_causal=False)
+    976080
+    """
+    others, total = ranks - 1, 0
+    for summed, plain in exchanged_numbers(heads, dim, value_dim, is_causal):
+        whole = ranks * 4 * summed <= GATHERED_BYTES
+        total += 4 * others * (summed if whole else 2 * -(-summed // ranks)) + 4 * others * plain
+    return total
+
+
+def measure(kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> ContextTiming:
+    """Starts the processes, and returns what rank 0 has measured; its error is that of the worst rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder, kind, ranks, length, heads, dim, repeats), nprocs=ranks)
+        return torch.load(Path(folder) / "timing", weights_only=False)
+
+
+def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    torch.manual_seed(0)
+    inputs, is_causal = torch.randn(4, 1, heads, length, dim).unbind(), kind == "causal"
+    start, stop = length * rank // ranks, length * (rank + 1) // ranks
+    *leaves, grad = (x[:, :, start:stop].clone() for x in inputs)
+
+    def run(leaves, grad, group=None):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        result = flow_attention(*leaves, is_causal=is_causal, group=group)
+        return result.detach(), *torch.autograd.grad(result, leaves, grad)
+
+    with traffic() as sent:
+        ours = run(leaves, grad, dist.group.WORLD)
+    whole = run(inputs[:3], inputs[3])
+    errors = [relative_error(x, y[:, :, start:stop]) for x, y in zip(ours, whole, strict=True)]
+    worst = torch.tensor(max(errors), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    del whole
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        times.append(milliseconds(lambda: run(leaves, grad, dist.group.WORLD), "cpu"))
+    if rank == 0:
+        timing = ContextTiming(
+            kind,
+            ranks,
+            length,
+            sent.stages,
+            sent.collectives,
+            sent.bytes,
+            predicted_bytes(heads, dim, dim, ranks, is_causal),
+            statistics.median(times),
+            worst.item(),
+        )
+        torch.save(timing, f"{folder}/timing")
+    dist.barrier()
+    # a thread of gloo that has not ended yet would abort a process that tidies up
+    os._exit(0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; the exit status is 1 if a result is wrong or more bytes are sent than the formula says."""
+    parser = argparse.ArgumentParser("flowformer bench context", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(arguments)
+    print(f"One layer, forward and backward, {options.heads} heads of width {options.dim}, float32, gloo.\n")
+    columns = ["kind", "ranks", "length", "stages", "collectives", "bytes sent", "formula", "ms", "error"]
+    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    failures = 0
+    for kind in ("bidirectional", "causal"):
+        for ranks in options.ranks:
+            for length in options.lengths:
+                timing = measure(kind, ranks, length, options.heads, options.dim, options.repeats)
+                failures += timing.error > TOLERANCE or timing.bytes_sent != timing.bytes_predicted
+                *first, ms, error = asdict(timing).values()
+                print("| " + " | ".join(map(str, first)) + f" | {ms:.1f} | {error:.1e} |", flush=True)
+    for kind in ("bidirectional", "causal"):
+        formula = predicted_bytes(options.heads, options.dim, options.dim, 8, kind == "causal")
+        print(f"\nBy the formula, a rank of 8 sends {formula:,} bytes ({kind}).")
+    return int(failures > 0)

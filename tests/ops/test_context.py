@@ -1,0 +1,446 @@
+"""A sequence cut over ranks equals the sequence on one rank: values, gradients, states, packed or padded.
+
+Four processes run every case in one start, since starting them takes longer than the cases.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import VARIANTS, oracle, random_inputs, with_gradients
+
+from flowformer import (
+    FlowAttention,
+    FlowState,
+    FlowVariant,
+    flow_attention,
+    flow_attention_recurrent,
+    flow_attention_varlen,
+)
+from flowformer.bench.context import predicted_bytes
+from flowformer.bench.errors import FORWARD, GRADIENT, measure
+from flowformer.models.lm import FlowformerLM, LMConfig
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+RANKS = 4
+NAMES = ("result", "grad_query", "grad_key", "grad_value")
+# at 1e-6, ReLU's flows span ten orders of magnitude and no two orders of summation agree to twelve digits
+EVERY_VARIANT = {
+    **VARIANTS,
+    "relu": FlowVariant(feature_map="relu", eps=1e-3),
+    "relu+eps": FlowVariant(feature_map="relu+eps", eps=1e-3),
+}
+
+
+class Case(NamedTuple):
+    """One call; rank r holds the tokens cuts[r] … cuts[r + 1]."""
+
+    is_causal: bool = False
+    variant: FlowVariant = FlowVariant()
+    cuts: tuple[int, ...] = (0, 3, 3, 9, 13)  # the second rank has no token
+    source_cuts: tuple[int, ...] | None = None  # those of the sources, if they are others
+    masked: bool = True
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (5, 3)
+    dtype: torch.dtype = torch.float64
+    gathered_bytes: int = 2**15
+    scale: float = 0.7
+
+    @property
+    def ranks(self):
+        return len(self.cuts) - 1
+
+    def inputs(self):
+        sinks, sources = self.cuts[-1], (self.source_cuts or self.cuts)[-1]
+        heads, key_heads = self.heads
+        dims = {"dim": self.dims[0], "value_dim": self.dims[1]}
+        query, key, value = random_inputs(2, heads, 24, 24, key_heads=key_heads, dtype=self.dtype, **dims)
+        return query[:, :, :sinks], key[:, :, :sources], value[:, :, :sources]
+
+    def masks(self):
+        query, key, _ = self.inputs()
+        if not self.masked:
+            return None, None
+        random = torch.Generator().manual_seed(3)
+        query_mask, key_mask = (torch.rand(2, x.shape[2], generator=random) > 0.4 for x in (query, key))
+        # one sequence has no token on the last rank, and the other none but there
+        query_mask[0, self.cuts[-2] :] = False
+        query_mask[1, : self.cuts[-2]] = False
+        return query_mask, query_mask if self.is_causal else key_mask
+
+    def parts(self, rank):
+        """The slices of the sinks and the sources of a rank."""
+        return tuple(slice(*cuts[rank : rank + 2]) for cuts in (self.cuts, self.source_cuts or self.cuts))
+
+    def run(self, rank, group):
+        """The result and the gradients, of this rank's tokens."""
+        from flowformer.ops.context import exchange
+
+        exchange.GATHERED_BYTES = self.gathered_bytes
+        sinks, sources = self.parts(rank)
+        query_mask, key_mask = self.masks()
+        query, key, value = self.inputs()
+        cotangent = torch.randn(
+            *query.shape[:3], value.shape[3], generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        ).to(self.dtype)
+        parts = ((query, sinks), (key, sources), (value, sources))
+        leaves = [x[:, :, part].clone().requires_grad_() for x, part in parts]
+        result = flow_attention(
+            *leaves,
+            is_causal=self.is_causal,
+            query_mask=None if query_mask is None else query_mask[:, sinks],
+            key_mask=None if key_mask is None else key_mask[:, sources],
+            variant=self.variant,
+            enable_gqa=True,
+            scale=self.scale,
+            group=group,
+        )
+        return [result.detach(), *torch.autograd.grad(result, leaves, cotangent[:, :, sinks])]
+
+
+KINDS = {"bidirectional": False, "causal": True}
+CASES = {}
+for kind, is_causal in KINDS.items():
+    for name, variant in EVERY_VARIANT.items():
+        CASES[f"{kind}, {name}"] = Case(is_causal, variant)
+    CASES |= {
+        f"{kind}, in slices": Case(is_causal, gathered_bytes=0),
+        f"{kind}, softmax allocation, in slices": Case(is_causal, VARIANTS["softmax allocation"], gathered_bytes=0),
+        f"{kind}, plain linear, in slices": Case(is_causal, VARIANTS["plain linear"], gathered_bytes=0),
+        f"{kind}, no mask": Case(is_causal, masked=False),
+        f"{kind}, two ranks": Case(is_causal, cuts=(0, 8, 13)),
+        f"{kind}, all on the last rank": Case(is_causal, cuts=(0, 0, 0, 0, 9)),
+        f"{kind}, all on the first rank": Case(is_causal, cuts=(0, 9, 9, 9, 9), masked=False),
+        f"{kind}, one token a rank": Case(is_causal, cuts=(0, 1, 2, 3, 4), masked=False),
+        f"{kind}, no token": Case(is_causal, cuts=(0, 0, 0, 0, 0), masked=False),
+        f"{kind}, one head": Case(is_causal, heads=(1, 1), dims=(1, 1)),
+        f"{kind}, wide": Case(is_causal, heads=(2, 1), dims=(33, 40), gathered_bytes=2**13),
+        f"{kind}, float32": Case(is_causal, dtype=torch.float32),
+        f"{kind}, bfloat16": Case(is_causal, dtype=torch.bfloat16),
+        f"{kind}, float16, in slices": Case(is_causal, dtype=torch.float16, gathered_bytes=0),
+    }
+CASES |= {
+    "bidirectional, heads compete": Case(variant=FlowVariant(competitors="heads")),
+    "cross-attention": Case(source_cuts=(0, 7, 7, 8, 20)),
+    "cross-attention, sinks and sources on different ranks": Case(cuts=(0, 5, 5, 9, 9), source_cuts=(0, 0, 6, 6, 11)),
+    "cross-attention, no source": Case(source_cuts=(0, 0, 0, 0, 0)),
+}
+
+# where each packed sequence ends, and where the ranks' tokens do; tokens after the last end belong to no sequence
+BOUNDS = torch.tensor([0, 2, 2, 7, 8, 21, 23])
+SOURCE_BOUNDS = torch.tensor([0, 1, 4, 4, 12, 19, 20])
+PACKED_CUTS = {"cut": (0, 3, 10, 18, 24), "whole": (0, 8, 8, 23, 24), "one rank": (0, 0, 24, 24, 24)}
+STATE_VARIANTS = "default", "tight clamp", "softmax allocation", "sigmoid competition"
+STATE_CUTS = (0, 3, 3, 5, 8), (8, 12, 14, 14, 17)  # two calls, one after the other
+
+
+def packed(is_causal, cuts, rank=None, group=None):
+    """Result and gradients of packed sequences, those of a rank or of all."""
+    sinks, sources = torch.randn(2, 24, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    key, value = sources[:, :2], sources[:, 2:, :3]
+    cotangent = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    start, stop = (0, 24) if rank is None else cuts[rank : rank + 2]
+    leaves = [x[start:stop].clone().requires_grad_() for x in (sinks, key, value)]
+    bounds = [x.clamp(start, stop) - start for x in (BOUNDS, BOUNDS if is_causal else SOURCE_BOUNDS)]
+    result = flow_attention_varlen(*leaves, *bounds, 24, 24, is_causal=is_causal, enable_gqa=True, group=group)
+    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent[start:stop])]
+
+
+def first_state():
+    random = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(2, 4, 6, 5, generator=random, dtype=torch.float64) for _ in range(3))
+    # this variant fills both logarithms
+    return flow_attention_recurrent(query, key, value, variant=VARIANTS["softmax allocation"])[1].pack()
+
+
+def recurrent(variant, given, rank=None, group=None):
+    """Two calls with the state of the first passed on: results, gradients, and those of the state."""
+    inputs = random_inputs(2, 4, 17, dim=5)
+    parts = [slice(0, 8), slice(8, 17)] if rank is None else [slice(*cuts[rank : rank + 2]) for cuts in STATE_CUTS]
+    leaves = [x[:, :, part].clone().requires_grad_() for part in parts for x in inputs]
+    first = [x.clone().requires_grad_() for x in first_state()]
+    one, state = flow_attention_recurrent(
+        *leaves[:3], FlowState.unpack(first) if given else None, variant=variant, group=group
+    )
+    two, state = flow_attention_recurrent(*leaves[3:], state, variant=variant, group=group)
+    outputs = [one, two, *state.pack()]
+    random = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(2, 4, 17, 5, generator=random, dtype=torch.float64)[:, :, part] for part in parts]
+    for x in state.pack():
+        cotangents.append(torch.randn(x.shape, generator=random, dtype=torch.float64))
+        # every rank has the last state, and the loss counts it once
+        if rank not in (None, 2):
+            cotangents[-1].zero_()
+    wanted = [*leaves, *first] if given else leaves
+    # without a softmax and a first state, the logarithms are constants
+    pairs = [(x, grad) for x, grad in zip(outputs, cotangents, strict=True) if x.requires_grad]
+    return [x.detach() for x in outputs], torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [grad for _, grad in pairs]
+    )
+
+
+def trained(rank=None, group=None):
+    """The weights of a small model after ten updates with the loss of the whole sequence."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(6, 36), torch.nn.Linear(12, 6)]).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    part = slice(None) if rank is None else slice(*(0, 4, 5, 12, 16)[rank : rank + 2])
+    for step in range(10):
+        x, target = torch.randn(2, 3, 16, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        q, k, v = model[0](x[:, part]).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        result = flow_attention(q, k, v, is_causal=step % 2 == 0, group=group)
+        loss = (model[1](result.transpose(1, 2).flatten(2)) - target[:, part]).square().sum() / target.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters() if group is not None else ():
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def trained_language_model(rank=None, group=None):
+    """Losses and weights likewise; a target may lie on the next rank, or on one after it."""
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
+    model = FlowformerLM(config).double()
+    model.cut_sequences(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    part = slice(None) if rank is None else slice(*(0, 4, 4, 9, 16)[rank : rank + 2])
+    losses = []
+    for step in range(10):
+        tokens = torch.randint(11, (3, 16), generator=torch.Generator().manual_seed(step))
+        mask = torch.arange(16) < torch.tensor([[16], [9], [3]]) if step % 2 else None
+        loss = model.loss(tokens[:, part], mask=None if mask is None else mask[:, part])
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters() if group is not None else ():
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        losses.append(loss.detach())
+    return [torch.stack(losses), *(parameter.detach() for parameter in model.parameters())]
+
+
+def rotary(rank=None, group=None):
+    """A module with rotary positions, causal and padded, then bidirectional and packed."""
+    torch.manual_seed(0)
+    part = slice(None) if rank is None else slice(*(0, 5, 6, 6, 16)[rank : rank + 2])
+    x = torch.randn(2, 16, 8, dtype=torch.float64)
+    mask = torch.arange(16) < torch.tensor([[16], [7]])
+    bounds = torch.tensor([0, 4, 13, 15])
+    bounds = bounds if rank is None else bounds.clamp(part.start, part.stop) - part.start
+    padded, packed = (
+        FlowAttention(8, 2, is_causal=is_causal, rotary_base=100.0, group=group).double() for is_causal in (True, False)
+    )
+    return [padded(x[:, part], key_mask=mask[:, part]).detach(), packed(x[:1, part], cu_seqlens=bounds).detach()]
+
+
+def refusal(group, query, **options):
+    try:
+        flow_attention(query, query, query, group=group, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagreements(rank, world):
+    x, odd = torch.randn(2, 2, 3, 4), rank == 1
+    yield "dtype", refusal(world, x.double() if odd else x)
+    yield "batch", refusal(world, x[:1] if odd else x)
+    yield "heads", refusal(world, x[:, :1] if odd else x)
+    yield "width", refusal(world, x[..., :2] if odd else x)
+    yield "variant", refusal(world, x, variant="rl" if odd else "core")
+    yield "is_causal", refusal(world, x, is_causal=odd)
+    yield "scale", refusal(world, x, scale=2.0 if odd else None)
+    yield "gradient", refusal(world, x.clone().requires_grad_(odd))
+    yield "mask", refusal(world, x, query_mask=torch.ones(2, 7 if odd else 3, dtype=torch.bool))
+
+
+def misuses(world, mesh):
+    x = torch.randn(1, 1, 2, 3, requires_grad=True)
+    yield "mesh", refusal(mesh, x)
+    yield "name", refusal("context", x)
+    gradient = torch.autograd.grad(flow_attention(x, x, x, group=world).sum(), x, create_graph=True)[0]
+    try:
+        gradient.sum().backward()
+    except RuntimeError as error:
+        yield "twice", str(error)
+
+
+def bytes_sent(group):
+    """Of one layer, forward and backward, with 4 and with 40 tokens a rank."""
+    from flowformer.ops.context import exchange
+
+    exchange.GATHERED_BYTES = 2**15
+    for is_causal in KINDS.values():
+        for length in (4, 40):
+            x = torch.randn(1, 4, length, 32, requires_grad=True)
+            with exchange.traffic() as sent:
+                flow_attention(x, x, x, is_causal=is_causal, group=group).sum().backward()
+            yield is_causal, sent.stages, sent.bytes
+
+
+def work(rank, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    world, pair = dist.group.WORLD, mesh["context"]
+    found = {}
+    for name, case in CASES.items():
+        own = rank if case.ranks == RANKS else rank % 2
+        found[name] = case.run(own, world if case.ranks == RANKS else pair)
+        if "in slices" in name or "float" in name:
+            found[f"{name}, again"] = case.run(own, world if case.ranks == RANKS else pair)
+    for kind, is_causal in KINDS.items():
+        for where, cuts in PACKED_CUTS.items():
+            found[f"packed, {kind}, {where}"] = packed(is_causal, cuts, rank, world)
+    for name in STATE_VARIANTS:
+        for given in (False, True):
+            found["recurrent", name, given] = recurrent(EVERY_VARIANT[name], given, rank, world)
+    found["trained"] = trained(rank, world)
+    found["language model"] = trained_language_model(rank, world)
+    found["rotary"] = rotary(rank, world)
+    found["bytes"] = list(bytes_sent(world))
+    found["disagreements"] = dict(disagreements(rank, world))
+    found["misuses"] = dict(misuses(world, mesh))
+    dist.barrier()
+    if rank < RANKS - 1:
+        # the last rank has ended
+        found["dead"] = refusal(world, torch.randn(1, 1, 2, 3))
+    torch.save(found, f"{folder}/{rank}")
+    # a thread of gloo that has not ended yet would abort a process that tidies up
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+    return [torch.load(folder / str(rank)) for rank in range(RANKS)]
+
+
+def assert_same(ours, truth, names=NAMES, tolerance=1e-12):
+    for name, value, expected in zip(names, ours, truth, strict=True):
+        assert value.shape == expected.shape, name
+        error, size = (value - expected).norm().item(), max(expected.norm().item(), 1)
+        assert error <= tolerance * size, f"{name}: error {error:.1e} in {size:.1e}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_equals_whole(found, name):
+    case = CASES[name]
+    parts = [found[rank][name] for rank in range(case.ranks)]
+    ours = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
+    query_mask, key_mask = case.masks()
+    options = {"query_mask": query_mask, "key_mask": key_mask, "scale": case.scale, "variant": case.variant}
+
+    def whole(dtype):
+        inputs = [x.to(dtype) for x in case.inputs()]
+        if dtype != torch.float64:
+            options["backend"] = "reference"
+            return with_gradients(
+                lambda *x: flow_attention(*x, is_causal=case.is_causal, enable_gqa=True, **options), inputs
+            )
+        return with_gradients(lambda *x: oracle(*x, is_causal=case.is_causal, **options), inputs)
+
+    truth = whole(torch.float64)
+    assert ours[0].dtype == case.dtype
+    if case.dtype == torch.float64:
+        assert_same(ours, truth)
+        return
+    plain = whole(case.dtype)
+    size = sum(x.norm() ** 2 for x in truth[1:]).sqrt().item()
+    for i, label in enumerate(NAMES):
+        factor, of = (GRADIENT, size) if i else (FORWARD, None)
+        error = measure(ours[i], plain[i], truth[i], factor, case.dtype, of)
+        assert error.obeys, f"{label}: {error}"
+
+
+def test_same_bits_in_every_run(found):
+    again = [name for name in CASES if f"{name}, again" in found[0]]
+    assert len(again) > 6
+    for name in again:
+        for rank in range(RANKS):
+            for one, other in zip(found[rank][name], found[rank][f"{name}, again"], strict=True):
+                assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", PACKED_CUTS)
+def test_packed_sequences_begin_and_end_anywhere(found, kind, where):
+    parts = [found[rank][f"packed, {kind}, {where}"] for rank in range(RANKS)]
+    assert_same([torch.cat(each) for each in zip(*parts, strict=True)], packed(KINDS[kind], PACKED_CUTS[where]))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state"])
+@pytest.mark.parametrize("name", STATE_VARIANTS)
+def test_state_is_passed_from_call_to_call(found, name, given):
+    outputs, gradients = recurrent(EVERY_VARIANT[name], given)
+    ranks = [found[rank]["recurrent", name, given] for rank in range(RANKS)]
+    for i in range(2):
+        assert_same([torch.cat([ours[i] for ours, _ in ranks], 2)], [outputs[i]], ["result"])
+    for ours, _ in ranks:
+        assert_same(ours[2:4], outputs[2:4], ["sums", "memory"])
+        torch.testing.assert_close(ours[4], outputs[4], rtol=1e-12, atol=0)  # logarithms may be -inf
+    for i in range(6):
+        assert_same([torch.cat([ours[i] for _, ours in ranks], 2)], [gradients[i]], ["gradient"], 1e-11)
+    # each rank has a copy of the first state, whose gradients add up
+    for i in range(6, len(gradients)):
+        assert_same([sum(ours[i] for _, ours in ranks)], [gradients[i]], ["gradient of the state"], 1e-11)
+
+
+def test_training_equals_one_process(found):
+    weights = trained()
+    for rank in range(RANKS):
+        assert_same(found[rank]["trained"], weights, ["weight", "bias"] * 2, 1e-10)
+
+
+def test_training_a_language_model_equals_one_process(found):
+    truth = trained_language_model()
+    for rank in range(RANKS):
+        assert_same(found[rank]["language model"], truth, ["loss"] + ["weight"] * (len(truth) - 1), 1e-10)
+
+
+def test_rotary_positions_go_on_from_rank_to_rank(found):
+    ours = [torch.cat(each, 1) for each in zip(*(found[rank]["rotary"] for rank in range(RANKS)), strict=True)]
+    assert_same(ours, rotary(), ["padded", "packed"])
+
+
+def test_bytes_are_those_of_the_formula_at_any_length(found):
+    for is_causal, stages, sent in found[0]["bytes"]:
+        assert stages == (8 if is_causal else 6)
+        assert sent == predicted_bytes(4, 32, 32, RANKS, is_causal)
+    assert all(predicted_bytes(16, 64, 64, 8, is_causal) < 1e6 for is_causal in KINDS.values())
+
+
+@pytest.mark.parametrize(
+    "what", ["dtype", "batch", "heads", "width", "variant", "is_causal", "scale", "gradient", "mask"]
+)
+def test_ranks_that_differ_raise_everywhere(found, what):
+    messages = [found[rank]["disagreements"][what] for rank in range(RANKS)]
+    for rank, message in enumerate(messages):
+        if what == "mask" and rank == 1:
+            assert message.startswith("ValueError: query_mask must have shape")
+        else:
+            assert message.startswith("ValueError: the ranks that share a sequence must make the same call")
+            assert all(f"rank {other}: " in message for other in range(RANKS))
+
+
+def test_misuse_is_named(found):
+    messages = found[0]["misuses"]
+    assert "mesh with one dimension, got 2 with the names ('data', 'context')" in messages["mesh"]
+    assert "must be a ProcessGroup or a DeviceMesh, got str" in messages["name"]
+    assert "differentiable once" in messages["twice"]
+
+
+def test_dead_rank_ends_the_others_with_a_message(found):
+    for rank in range(RANKS - 1):
+        assert found[rank]["dead"].startswith(f"RuntimeError: rank {rank} of the 4 that share a sequence got no answer")
