@@ -6,13 +6,16 @@ Four processes run every case in one start, since starting them takes longer tha
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import VARIANTS, oracle, random_inputs, with_gradients
+from helpers import ROOT, VARIANTS, oracle, random_inputs, with_gradients
 
 from flowformer import (
     FlowAttention,
@@ -444,3 +447,13 @@ def test_misuse_is_named(found):
 def test_dead_rank_ends_the_others_with_a_message(found):
     for rank in range(RANKS - 1):
         assert found[rank]["dead"].startswith(f"RuntimeError: rank {rank} of the 4 that share a sequence got no answer")
+
+
+@pytest.mark.slow
+def test_example_trains():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/long_context.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) of 1024 tokens, 512 on this rank", done.stdout)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
