@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import ROOT, VARIANTS, oracle, random_inputs, with_gradients
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from flowformer import (
     FlowAttention,
@@ -229,6 +230,32 @@ def trained_language_model(rank=None, group=None):
     return [torch.stack(losses), *(parameter.detach() for parameter in model.parameters())]
 
 
+def sharded(mesh=None):
+    """Weights after three updates: parameters in shards over all ranks, the batch over one half of the mesh, the
+    sequences over the other."""
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
+    model = FlowformerLM(config).double()
+    rows = part = slice(None)
+    if mesh is not None:
+        data, context = mesh.get_coordinate()
+        rows, part = slice(data, data + 1), (slice(0, 5), slice(5, 12))[context]
+        for layer in model.decoder.layers:
+            fully_shard(layer, mesh=mesh._flatten("all"))
+        fully_shard(model, mesh=mesh["all"])
+        register_fsdp_forward_method(model, "loss")
+        model.cut_sequences(mesh["context"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        tokens = torch.randint(11, (2, 12), generator=torch.Generator().manual_seed(step))
+        loss = model.loss(tokens[rows, part], reduction="sum") / 22
+        optimizer.zero_grad()
+        # FSDP averages over ranks; multiply by their number to get the sum
+        (loss if mesh is None else loss * RANKS).backward()
+        optimizer.step()
+    return [x.detach() if mesh is None else x.full_tensor().detach() for x in model.parameters()]
+
+
 def rotary(rank=None, group=None):
     """A module with rotary positions, causal and padded, then bidirectional and packed."""
     torch.manual_seed(0)
@@ -309,6 +336,7 @@ def work(rank, folder):
             found["recurrent", name, given] = recurrent(EVERY_VARIANT[name], given, rank, world)
     found["trained"] = trained(rank, world)
     found["language model"] = trained_language_model(rank, world)
+    found["sharded"] = sharded(mesh)
     found["rotary"] = rotary(rank, world)
     found["bytes"] = list(bytes_sent(world))
     found["disagreements"] = dict(disagreements(rank, world))
@@ -410,6 +438,12 @@ def test_training_a_language_model_equals_one_process(found):
     truth = trained_language_model()
     for rank in range(RANKS):
         assert_same(found[rank]["language model"], truth, ["loss"] + ["weight"] * (len(truth) - 1), 1e-10)
+
+
+def test_sharded_parameters_and_cut_sequences_equal_one_process(found):
+    truth = sharded()
+    for rank in range(RANKS):
+        assert_same(found[rank]["sharded"], truth, ["weight"] * len(truth), 1e-10)
 
 
 def test_rotary_positions_go_on_from_rank_to_rank(found):
