@@ -1,5 +1,7 @@
 """Settings for every test."""
 
+import contextlib
+import functools
 import os
 
 import pytest
@@ -10,6 +12,18 @@ torch.set_num_threads(1)
 # Triton reads this when it is imported, which any test may be the first to do
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        patch_language = interpreter._patch_lang
+
+        @functools.cache
+        def patch_language_once(function):
+            """The interpreter patches its language again in every call of a device function, most of a kernel's time."""
+            patch_language(function)
+            return interpreter._LangPatchScope()  # with nothing to restore
+
+        interpreter._patch_lang = patch_language_once
 
 
 ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}
