@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
         @functools.cache
         def patch_language_once(function):
-            """The interpreter patches its language again in every call of a device function, most of a kernel's time."""
+            """The interpreter patches its language in every call of a device function, most of the time of a kernel."""
             patch_language(function)
             return interpreter._LangPatchScope()  # with nothing to restore
 
