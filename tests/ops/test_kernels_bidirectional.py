@@ -123,12 +123,12 @@ def test_variants_in_half_precision(name):
 def test_every_launch_configuration(dtype, size):
     table = plan.FLOAT if dtype == torch.float32 else plan.HALF
     assert plan.tunings(size, size, dtype) is table[size]
-    assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
+    assert_as_exact(inputs(dim=size, sinks=25, dtype=dtype))
 
 
 @either
 def test_more_values_than_one_program_holds():
-    assert_as_exact(inputs(dim=200, value_dim=130, sinks=40, sources=20))
+    assert_as_exact(inputs(dim=200, value_dim=130, sinks=25, sources=13))
 
 
 @either
@@ -299,12 +299,17 @@ def test_many_sinks_for_few_sources_do_not_overflow(feature_map):
 
 @pytest.mark.parametrize("name", ["default", "relu", "elu+1"])
 @pytest.mark.parametrize("dtype", ALL)
-def test_saturated_inputs_stay_finite(name, dtype):
+def test_saturated_inputs(name, dtype):
     for sign in (1, -1):
         query, key, value = inputs(sinks=20, dim=4, dtype=dtype)
         hot = 1e4 * query, sign * 1e4 * key.abs(), value
-        for out in with_gradients(lambda *x: run(*x, variant=VARIANTS[name]), hot):
-            assert out.isfinite().all()
+        variant = VARIANTS[name]
+        ours = with_gradients(lambda *x, variant=variant: run(*x, variant=variant), hot)
+        theirs = with_gradients(lambda *x, variant=variant: torch_op.bidirectional(*x, None, None, 1.0, variant), hot)
+        truth = with_gradients(lambda *x, variant=variant: oracle(*x, variant=variant), [x.double() for x in hot])
+        # where features are all 0 or all 1, the gradients of queries and keys are the rounding of what they cancel from
+        compare(*([each[0], each[3]] for each in (ours, theirs, truth)))
+        assert all(x.isfinite().all() for x in ours)
 
 
 def test_strides_are_taken_as_they_are():
