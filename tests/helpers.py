@@ -86,6 +86,16 @@ def randomized(module: nn.Module, std: float) -> nn.Module:
     return module.double().eval()
 
 
+def assert_like_gradients(model: nn.Module, rounded: Tensor, exact: Tensor) -> None:
+    """The gradients of a loss in low precision are those of the exact one, all parameters taken together."""
+    parameters = list(model.parameters())
+    found, truth = (
+        torch.cat([x.float().flatten() for x in torch.autograd.grad(loss, parameters, materialize_grads=True)])
+        for loss in (rounded, exact)
+    )
+    assert (found - truth).norm() < 0.05 * truth.norm()
+
+
 def allocated(function) -> tuple[int, int]:
     """The largest and the highest number of bytes that function() holds at once, besides what is there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
