@@ -67,12 +67,14 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, PRECI
     if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and PRECISION == "bf16":
         # two numbers at a time, packed in a register: conversions would cost more than the sigmoid
         eps = tl.cast(eps, tl.bfloat16)
-        outputs: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         if scale is None:
-            return tl.inline_asm_elementwise(_UNSCALED_PAIR, "=r,=r,r,r", [x, eps], outputs, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                _UNSCALED_PAIR, "=r,=r,r,r", [x, eps], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
         else:
-            factors = [x, eps, 0.5 * scale]
-            return tl.inline_asm_elementwise(_SCALED_PAIR, "=r,=r,r,r,f,f", factors, outputs, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                _SCALED_PAIR, "=r,=r,r,r,f,f", [x, eps, 0.5 * scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
     phi = feature(x, scale, MAP, FAST)
     return operand(phi, PRECISION), operand(phi + eps, PRECISION)
 
