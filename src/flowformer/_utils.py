@@ -41,7 +41,7 @@ def check_choice(what: str, value: str, accepted: Collection[str]) -> None:
 
 def check_literals(config: Any) -> None:
     """Raise unless every field with a Literal type holds one of its values."""
-    for name, accepted in _literals(type(config)).items():
+    for name, accepted in _literals(config.__class__).items():
         check_choice(name, getattr(config, name), accepted)
 
 
