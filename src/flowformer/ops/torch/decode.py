@@ -12,7 +12,9 @@ from ..common import State
 from ..variant import FlowVariant
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant):
+def step(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant
+) -> tuple[Tensor, State]:
     """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
