@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -240,7 +240,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
         past = [torch.randn(case.batch, case.heads, case.past, size, generator=random, dtype=torch.float64)
                 for size in (case.dim, case.dim, case.value_dim)]  # fmt: skip
         scaled = past[0] * case.amplitude, past[1] * case.amplitude, past[2]
-        _, parts = reference.causal(*scaled, None, None, _scale(case), **asdict(_variant(case)))
+        _, parts = reference.causal(*scaled, None, None, _scale(case), **_variant(case).as_options())
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         turned = "turned" if "turned" in case.layouts else "contiguous"
         state = tuple(put(part.to(sums), turned) for part in parts)
@@ -312,7 +312,7 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
 def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
     """`reference.bidirectional` with grouped heads; above a size, without its N × M matrix."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
-    options = asdict(variant)
+    options = variant.as_options()
     if math.prod(query.shape[:3]) * key.shape[2] <= QUADRATIC[query.device.type]:
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **options)
     maps = reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
@@ -333,7 +333,7 @@ def exact_causal(query, key, value, mask, state, scale: float, variant: FlowVari
         tokens = slice(start, start + piece)
         part = None if mask is None else mask[:, tokens]
         q, k, v = (x[:, :, tokens] for x in (query, key, value))
-        result, state = reference.causal(q, k, v, part, state, scale, **asdict(variant))
+        result, state = reference.causal(q, k, v, part, state, scale, **variant.as_options())
         results.append(result)
     return torch.cat(results, 2), state
 

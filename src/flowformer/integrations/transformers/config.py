@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -69,7 +69,8 @@ class FlowformerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs) -> None:
         self._check_names(kwargs)
         variant = FlowVariant() if self.variant is None else self.variant
-        self.variant = asdict(FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant))
+        variant = FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant)
+        self.variant = variant.as_options()
         self.lm_config()
         super().__post_init__(**kwargs)
 
