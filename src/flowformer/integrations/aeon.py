@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .._utils import check_positive
+from .._utils import check_positive, moved
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
@@ -326,8 +326,14 @@ class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
         return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
 
 
-# the names of earlier versions; `flowformer.models.FlowformerClassifier` is another class
-FlowformerClassifier, FlowformerRegressor = FlowformerTimeSeriesClassifier, FlowformerTimeSeriesRegressor
+# `flowformer.models.FlowformerClassifier` is another class
+__getattr__ = moved(
+    __name__,
+    {
+        "FlowformerClassifier": f"{__name__}.FlowformerTimeSeriesClassifier",
+        "FlowformerRegressor": f"{__name__}.FlowformerTimeSeriesRegressor",
+    },
+)
 
 
 def _check_finite(cases: Iterable[np.ndarray]) -> None:

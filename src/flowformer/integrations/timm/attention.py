@@ -74,9 +74,6 @@ class TimmFlowAttention(Attention):
         return f"variant={self.variant}"
 
 
-FlowAttention = TimmFlowAttention  # the name of earlier versions; `flowformer.nn.FlowAttention` is another class
-
-
 def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     batch, length = x.shape[0], x.shape[1]
     shape = tuple(attn_mask.shape)
