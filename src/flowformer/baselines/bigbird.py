@@ -42,13 +42,13 @@ class BigBirdAttention(BlockMechanism):
         self,
         *,
         num_heads: int,
-        head_dim: int | None = None,
         max_length: int | None = None,
         block: int = 64,
         window: int = 3,
         random: int = 3,
-    ):
-        super().__init__()
+        **sizes: int | None,
+    ) -> None:
+        super().__init__(**sizes)
         check_positive(block=block, window=window)
         if window % 2 == 0:
             raise ValueError(

@@ -28,9 +28,6 @@ class LinearAttention(Mechanism):
     linear = True
     eps = 1e-6  # of the normaliser, as published
 
-    def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):
-        super().__init__()
-
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         dtype = sum_dtype(query)
         q, k, v = F.elu(query.to(dtype)) + 1, F.elu(key.to(dtype)) + 1, value.to(dtype)

@@ -30,6 +30,12 @@ class Mechanism(nn.Module):
     # which of query and key the result depends on; modules build no projection of the other
     reads: tuple[str, ...] = ("query", "key")
 
+    def __init__(
+        self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
+    ) -> None:
+        """`build` passes all sizes to every rival: a subclass takes those it needs, and hands the others to this."""
+        super().__init__()
+
     def forward(
         self,
         query: Tensor,
@@ -134,7 +140,11 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     """
     sizes = ("num_heads", "head_dim", "max_length")
     parameters = inspect.signature(get(name), eval_str=True).parameters
-    return {option: parameter for option, parameter in parameters.items() if option not in sizes}
+    return {
+        option: parameter
+        for option, parameter in parameters.items()
+        if option not in sizes and parameter.kind is not parameter.VAR_KEYWORD
+    }
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **chosen) -> Mechanism:

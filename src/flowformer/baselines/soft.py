@@ -47,13 +47,13 @@ class SoftAttention(Mechanism):
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
-        max_length: int | None = None,
         landmarks: int = 49,
         steps: int = 20,
         landmark_norm: bool = False,
         convolution: int | None = None,
+        **sizes: int | None,
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         check_positive(landmarks=landmarks)
         self.landmarks = landmarks
         self.steps = steps

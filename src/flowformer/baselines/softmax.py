@@ -23,15 +23,8 @@ class SoftmaxAttention(Mechanism):
 
     name = "softmax"
 
-    def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        weight_dropout: float = 0.0,
-    ):
-        super().__init__()
+    def __init__(self, *, weight_dropout: float = 0.0, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         if not 0 <= weight_dropout < 1:
             raise ValueError(f"weight_dropout must be at least 0 and below 1, got {weight_dropout!r}.")
         self.weight_dropout = weight_dropout

@@ -44,15 +44,9 @@ class YosoAttention(Mechanism):
     name = "yoso"
 
     def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        hashes: int = 9,
-        convolution: int | None = None,
+        self, *, num_heads: int | None = None, hashes: int = 9, convolution: int | None = None, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         self.hashes = hashes
         self.convolution = None
         if convolution is not None:
