@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common import VARIANT, State, empty_result, register
+from ..common import VARIANT, Mask, State, empty_result, register
 from ..variant import FlowVariant
 from .decode_kernel import decode_kernel
 from .launch import Argument, Kernel
@@ -23,7 +23,7 @@ from .plan import Plan, Signatures, plan_of
 
 def decode(
     query: Tensor, key: Tensor, value: Tensor, state: State, scale: float, variant: FlowVariant,
-    mask: Tensor | None = None,
+    mask: Mask = None
 ) -> Tensor:  # fmt: skip
     """The result (B, H, 1, E) of one more token. The state is changed in place, except in rows where mask is False.
 
@@ -72,14 +72,7 @@ class DecodePlan(Plan):
 
 
 def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sums: Tensor,
-    memory: Tensor,
-    scalars: Tensor,
-    *options: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, sums: Tensor, memory: Tensor, scalars: Tensor, *options: Any
 ) -> Tensor:
     result = empty_result(query, value.shape[-1])
     if not result.numel():

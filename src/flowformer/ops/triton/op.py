@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, State
 from ..variant import FlowVariant
 
 if TYPE_CHECKING:
@@ -59,13 +59,7 @@ def by_name(query: Tensor) -> bool:
 
 
 def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> Tensor:
     """See `flow_attention`."""
     from .bidirectional.op import bidirectional
@@ -73,9 +67,7 @@ def bidirectional(
     return bidirectional(query, key, value, query_mask, key_mask, scale, variant)
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     """See `flow_attention`."""
     from .causal.op import causal
 
@@ -83,13 +75,7 @@ def causal(
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     """See `flow_attention_recurrent`."""
     from .causal.op import recurrent

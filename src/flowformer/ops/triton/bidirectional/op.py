@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, differentiate, distinct, empty_result, register
+from ...common import VARIANT, Mask, differentiate, distinct, empty_result, register
 from ...variant import FlowVariant
-from ...varlen import Lengths, check_bounds
+from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
 from ..plan import contiguous, dense, empty, plan_of
 from ..precision import float32_precision
@@ -23,13 +23,7 @@ from .plan import BidirectionalPlan, kept_sizes
 
 
 def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> Tensor:
     """R, (B, H, N, E), in the memory order of the query; see `flow_attention`."""
     longest = max(query.shape[2], key.shape[2])
@@ -47,10 +41,10 @@ def _apply(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
     longest: int,
     scale: float,
     variant: FlowVariant,
@@ -83,10 +77,10 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
     longest: int,
     keep: bool,
     *options: Any,
@@ -134,10 +128,10 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
     kept: Tensor,
     longest: int,
     *options: Any,
@@ -161,30 +155,20 @@ def _plan(
     return plan_of(BidirectionalPlan, (*tensors, *extras), longest, keep, precision, *options)
 
 
-def _is_empty(query: Tensor, value: Tensor, bounds: Tensor | None) -> bool:
+def _is_empty(query: Tensor, value: Tensor, bounds: Bounds) -> bool:
     """Whether there are no sinks, no sources, or no sequences."""
     return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
 
-def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> Tensor:
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool) -> Tensor:
     (batch, heads, sinks, dim), sources = query.shape, key.shape[2]
     records = heads * (batch if bounds is None else bounds.shape[0] - 1)
     sizes = kept_sizes(batch * heads, records, sinks, sources, dim, value.shape[-1]) if keep else []
     return query.new_empty(sum(sizes), dtype=torch.float32)
 
 
-def _fake_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    query_bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest: int,
-    keep: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, query_bounds, _, _, keep, *_ = rest
     return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep)
 
 

@@ -15,31 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, State, differentiate, distinct, empty_result, register
+from ...common import VARIANT, Mask, State, differentiate, distinct, empty_result, register
 from ...state import empty_state
 from ...variant import FlowVariant
-from ...varlen import Lengths, check_bounds
+from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
 from ..plan import contiguous, dense, empty, plan_of
 from .plan import CausalPlan, config, kept_sizes, segment_count, state_sizes
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     """The result; see `flow_attention`."""
     return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if query.shape[2] == 1 and not _needs_gradients(query, key, value, *(state or ())):
@@ -63,9 +55,9 @@ def _apply(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    key_bounds: Tensor | None,
+    mask: Mask,
+    bounds: Bounds,
+    key_bounds: Bounds,
     longest: int,
     state: State | None,
     scale: float,
@@ -121,9 +113,9 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    key_bounds: Tensor | None,
+    mask: Mask,
+    bounds: Bounds,
+    key_bounds: Bounds,
     longest: int,
     keep: bool,
     sums: Tensor | None,
@@ -163,9 +155,9 @@ def _backward_kernels(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     positions: Tensor | None,
-    bounds: Tensor | None,
+    bounds: Bounds,
     scalars: Tensor | None,
     result: Tensor,
     kept: Tensor,
@@ -187,8 +179,8 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
+    mask: Mask,
+    bounds: Bounds,
     longest: int,
     scalars: Tensor | None,
     result: Tensor,
@@ -232,7 +224,7 @@ def _key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.devi
 
 
 def _empty_outputs(
-    query: Tensor, value: Tensor, bounds: Tensor | None, longest: int, keep: bool, options: Any
+    query: Tensor, value: Tensor, bounds: Bounds, longest: int, keep: bool, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the last state, and what is kept, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
@@ -246,11 +238,11 @@ def _empty_outputs(
     return empty_result(query, value_dim), end, kept
 
 
-def _sequences(query: Tensor, bounds: Tensor | None) -> int:
+def _sequences(query: Tensor, bounds: Bounds) -> int:
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
 
 
-def _positions(mask: Tensor | None) -> Tensor | None:
+def _positions(mask: Mask) -> Tensor | None:
     """How many tokens of a sequence there are up to each, negative where it is masked itself."""
     if mask is None:
         return None
@@ -259,20 +251,8 @@ def _positions(mask: Tensor | None) -> Tensor | None:
     return torch.where(mask, positions, -positions)
 
 
-def _fake_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    key_bounds: Tensor | None,
-    longest: int,
-    keep: bool,
-    sums: Tensor | None,
-    memory: Tensor | None,
-    scalars: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, bounds, _, longest, keep, _, _, _, *options = rest
     return _empty_outputs(query, value, bounds, longest, keep, options)
 
 
@@ -282,8 +262,8 @@ def _fake_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    bounds: Tensor | None,
+    mask: Mask,
+    bounds: Bounds,
     *_: Any,
 ) -> tuple[Tensor, ...]:
     start = sum(state_sizes(query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]))

@@ -14,7 +14,7 @@ from ..features import CENTRES, fast
 from ..hardware import num_sms
 from ..launch import Argument, Kernel
 from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
-from . import backward_flows, backward_qk, backward_v, forward
+from . import backward_flows, backward_qk, backward_v, forward_flows, forward_output
 from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES
 
 SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
@@ -177,7 +177,7 @@ class CausalPlan(Plan):
         if self.segments > 1:
             partial, conserved, totals, increments, local_flows, local_sums = scratch.split(self.forward_scratch)
             yield self._kernel(
-                forward.sums_kernel,
+                forward_flows.sums_kernel,
                 config.sums,
                 (query, key, positions, bounds, partial),
                 (query, key),
@@ -185,7 +185,7 @@ class CausalPlan(Plan):
                 self.features,
             )
         yield self._kernel(
-            forward.flows_kernel,
+            forward_flows.flows_kernel,
             config.flows,
             (
                 query, key, positions, bounds, sums, scalars, partial, conserved, flows, chunk_sums, local_flows,
@@ -197,7 +197,7 @@ class CausalPlan(Plan):
         )  # fmt: skip
         if self.segments > 1:
             yield self._kernel(
-                forward.conserve_kernel,
+                forward_flows.conserve_kernel,
                 config.sums,
                 (
                     key, positions, bounds, sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums,
@@ -208,7 +208,7 @@ class CausalPlan(Plan):
                 self.features | self.competition | self.keep,
             )  # fmt: skip
             yield self._kernel(
-                forward.memory_kernel,
+                forward_output.memory_kernel,
                 config.memory,
                 (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
                 (key, value),
@@ -218,7 +218,7 @@ class CausalPlan(Plan):
             )
             yield self._scan(increments, memory, memories, end_memory, reverse=False)
         yield self._kernel(
-            forward.output_kernel,
+            forward_output.output_kernel,
             config.output,
             (
                 query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
@@ -333,7 +333,7 @@ class CausalPlan(Plan):
         block = min(256, triton.next_power_of_2(self.width))
         constants = {"WIDTH": self.width, "BLOCK": block, "REVERSE": reverse}
         grid = self.rows, triton.cdiv(self.width, block), 1
-        return Kernel(forward.scan_kernel, grid, arguments, (self.segments,), constants)
+        return Kernel(forward_output.scan_kernel, grid, arguments, (self.segments,), constants)
 
 
 def segment_count(rows: int, longest: int, device: torch.device) -> int:
