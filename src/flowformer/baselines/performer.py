@@ -46,7 +46,7 @@ class PerformerAttention(Mechanism):
         self.directions = RandomDirections(1, features, head_dim, redraw_every)
 
     def redraw(self) -> None:
-        """New random directions, now."""
+        """Draw new random directions."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """The product of the attention's matrix with the values: the result, before what is not linear in them."""
+        """The attention matrix times the values, before any step that is not linear in the values."""
         return self._checked(self.weighted, query, key, value, is_causal, query_mask, key_mask)
 
     def _checked(self, attend, query, key, value, is_causal, query_mask, key_mask) -> Tensor:
@@ -94,7 +94,7 @@ class Mechanism(nn.Module):
     def weighted(
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        """What `weigh` gives, likewise; the result itself unless a mechanism says otherwise."""
+        """The result of `weigh`, likewise; that of `attend` unless a mechanism overrides it."""
         return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 

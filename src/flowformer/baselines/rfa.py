@@ -44,7 +44,7 @@ class RFAAttention(Mechanism):
         self.sigma = nn.Parameter(torch.ones(num_heads, 1, head_dim))
 
     def redraw(self) -> None:
-        """New random directions, now."""
+        """Draw new random directions."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:

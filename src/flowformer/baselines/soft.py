@@ -21,7 +21,7 @@ class SoftAttention(Mechanism):
 
     The kernel is symmetric only where keys are the queries, as the paper has them: the keys passed are not used.
     Landmarks Q̃ are the means of consecutive segments; the released code, made for images, has a strided convolution
-    instead. What it has besides are options.
+    instead. Its other parts are options.
 
     Args:
         landmarks: L. A shorter sequence has a landmark for each token.

@@ -36,7 +36,7 @@ class SoftmaxAttention(Mechanism):
         seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         if is_causal:
             seen = seen.tril()
-        # a row that sees nothing would be NaN: let it see everything, then empty it
+        # a row that sees nothing would be NaN: let it see everything, then set it to 0
         empty = ~seen.any(-1, keepdim=True)
         value = value.masked_fill(~key_mask[:, None, :, None], 0)
         return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)

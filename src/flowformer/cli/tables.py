@@ -44,8 +44,8 @@ def reproduce(
 ) -> None:
     """Run a table of the paper: every cell that is not done yet, several side by side, then the table beside theirs.
 
-    Stop it, kill it, take the machine away: the same command goes on. Several machines may share the folder, or
-    each do some cells; [bold]flowformer results[/bold] merges their folders.
+    It may be stopped or killed at any time: the same command resumes it. Several machines may share the folder,
+    or each do some cells; [bold]flowformer results[/bold] merges their folders.
     """
     from ..train import reproduce as queue
     from ..train import results, summary
@@ -137,8 +137,8 @@ def results(
 ) -> None:
     """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
 
-    Numbers are means over seeds, of the final evaluation and of the best one. What differs from a recipe is said beside
-    its number, which then stands alone.
+    Numbers are means over seeds, of the final evaluation and of the best one. A run that differs from its recipe
+    says so, and is not compared with the paper.
     """
     from ..train import summary
     from ..train.results import collect, draw_figures

@@ -13,6 +13,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+Mask = Tensor | None  # (B, N) bool, True = takes part; None where every token does
 State = tuple[Tensor, ...]  # sums, memory, scalars, as in `FlowState`
 
 # the arguments that end the schema of every operator: the scale, then what FlowVariant.as_args returns
@@ -32,7 +33,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:
+def valid_values(x: Tensor, mask: Mask) -> Tensor:
     """x (..., N, D) in the dtype of the sums, with the padding zeroed: even a NaN there takes part in nothing."""
     x = x.to(sum_dtype(x))
     return x if mask is None else x.masked_fill(~mask[..., None], 0)

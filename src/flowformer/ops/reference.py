@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Mask = Tensor | None  # (B, N) bool; None where every token takes part
+
 
 class FlowMaps(NamedTuple):
     """What flows where: a number for every head and token, 0 for a token that is masked out."""
@@ -32,8 +34,8 @@ def bidirectional(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    query_mask: Mask = None,
+    key_mask: Mask = None,
     scale: float = 1.0,
     **variant: Any,
 ) -> Tensor:
@@ -43,12 +45,7 @@ def bidirectional(
 
 
 def bidirectional_weights(
-    query: Tensor,
-    key: Tensor,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    scale: float = 1.0,
-    **variant: Any,
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
 ) -> Tensor:
     """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes."""
     maps = bidirectional_maps(query, key, query_mask, key_mask, scale, **variant)
@@ -58,12 +55,7 @@ def bidirectional_weights(
 
 
 def bidirectional_maps(
-    query: Tensor,
-    key: Tensor,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    scale: float = 1.0,
-    **variant: Any,
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
 ) -> FlowMaps:
     """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to."""
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
@@ -102,7 +94,7 @@ def causal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     state: tuple[Tensor, ...] | None = None,
     scale: float = 1.0,
     **variant: Any,
@@ -126,9 +118,7 @@ def causal(
     return result.to(query.dtype), (sums, memory, scalars)
 
 
-def causal_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None = None, scale: float = 1.0, **variant: Any
-) -> Tensor:
+def causal_weights(query: Tensor, key: Tensor, mask: Mask = None, scale: float = 1.0, **variant: Any) -> Tensor:
     """The lower-triangular matrix W (B, H, N, N) with R = W V."""
     maps = causal_maps(query, key, mask, None, scale, **variant)
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
@@ -139,7 +129,7 @@ def causal_weights(
 def causal_maps(
     query: Tensor,
     key: Tensor,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     state: tuple[Tensor, ...] | None = None,
     scale: float = 1.0,
     **variant: Any,
@@ -149,7 +139,7 @@ def causal_maps(
 
 
 def _causal_maps(
-    query: Tensor, key: Tensor, mask: Tensor | None, state: tuple[Tensor, ...] | None, scale: float, **variant: Any
+    query: Tensor, key: Tensor, mask: Mask, state: tuple[Tensor, ...] | None, scale: float, **variant: Any
 ) -> tuple[FlowMaps, Tensor, Tensor]:
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
     valid = _columns(mask, q)
@@ -208,7 +198,7 @@ def _clamped(flow: Tensor, *, clamp: float | None = None, **_: Any) -> Tensor:
 
 
 def _features(
-    x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str = "sigmoid", eps: float = 1e-6, **_: Any
+    x: Tensor, mask: Mask, scale: float, *, feature_map: str = "sigmoid", eps: float = 1e-6, **_: Any
 ) -> Tensor:
     x = _valid(x, mask) * scale
     match feature_map:
@@ -223,13 +213,13 @@ def _features(
     return _valid(x, mask)
 
 
-def _valid(x: Tensor, mask: Tensor | None) -> Tensor:
+def _valid(x: Tensor, mask: Mask) -> Tensor:
     """In the dtype of the sums, with the padding emptied: even a NaN there takes part in nothing."""
     x = x if x.dtype == torch.float64 else x.float()
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
-def _columns(mask: Tensor | None, x: Tensor) -> Tensor:
+def _columns(mask: Mask, x: Tensor) -> Tensor:
     """Which tokens are there, (B, 1, N)."""
     return x.new_ones(x.shape[0], 1, x.shape[-2], dtype=torch.bool) if mask is None else mask[:, None]
 

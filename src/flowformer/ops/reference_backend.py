@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .common import State
+from .common import Mask, State
 from .variant import FlowVariant
 
 if TYPE_CHECKING:
@@ -26,33 +26,19 @@ def by_name(query: Tensor) -> bool:
 
 
 def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> Tensor:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **variant.as_options())
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     return recurrent(query, key, value, mask, None, scale, variant)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):

@@ -117,8 +117,8 @@ def check_attention(model: nn.Module, name: str) -> None:
 def _check_created_models() -> None:
     """Make timm.create_model check the models it was asked to build with TimmFlowAttention.
 
-    Swin and others swallow arguments they do not know, so that nothing of ours would ever be called. create_model looks
-    its entry points up here, however it was imported.
+    Swin and others silently ignore arguments they do not know and would keep their own attention. create_model looks up
+    its entry points in the registry that is wrapped here, however create_model was imported.
     """
     lookup = _factory.model_entrypoint
 

@@ -88,7 +88,7 @@ class FlowformerConfig(PreTrainedConfig):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """All options. PEFT asks for them before it looks up which layers to adapt, so ours are told to it here."""
+        """All options. PEFT calls this before it looks up which layers to adapt, so ours are registered here."""
         constants = sys.modules.get("peft.utils.constants")
         if constants is not None:
             like = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
@@ -106,7 +106,7 @@ class FlowformerConfig(PreTrainedConfig):
         """The library's own list of layer types cannot be added to; ours are right by construction."""
 
     def lm_config(self) -> LMConfig:
-        """The same model, as `flowformer.models.FlowformerLM` describes it; the head is ours, so it has none."""
+        """The same model, as a config of `flowformer.models.FlowformerLM`; the head is added here."""
         return LMConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import empty_result, sum_dtype, valid_values
+from ..common import Mask, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
@@ -39,13 +39,7 @@ class Flows(NamedTuple):
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, Flows]:
     """The result, and the flows of every head for the backward pass, (B, H, ...)."""
     result, flows = empty_result(query, value.shape[-1]), empty_flows(query, key, value)
@@ -64,8 +58,8 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
     flows: Flows,
     scale: float,
     variant: FlowVariant,
@@ -85,13 +79,7 @@ def backward(
 
 
 def graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> Tensor:
     """`forward` as one graph of plain operators without loops: for export at any length, and for autograd where heads
     compete."""
@@ -137,8 +125,8 @@ def _block_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
     scale: float,
     variant: FlowVariant,
     scratch: Callable[..., Tensor | None] = _no_scratch,
@@ -199,8 +187,8 @@ def _block_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
+    query_mask: Mask,
+    key_mask: Mask,
     f: Flows,
     scale: float,
     variant: FlowVariant,
@@ -276,7 +264,7 @@ def _allocation_gradient(
             return torch.zeros_like(taken)
 
 
-def _softmax(flow: Tensor, mask: Tensor | None, factor: Tensor | int) -> Tensor:
+def _softmax(flow: Tensor, mask: Mask, factor: Tensor | int) -> Tensor:
     if mask is not None:
         flow = flow.masked_fill(~mask, torch.finfo(flow.dtype).min)
     return flow.softmax(-1) * factor
@@ -310,7 +298,7 @@ def _add_outer(x: Tensor, columns: list[Tensor], rows: list[Tensor]) -> None:
     x.baddbmm_(torch.stack(columns, -2).mT, torch.stack(rows, -2))
 
 
-def _count(mask: Tensor | None, x: Tensor) -> Tensor | int:
+def _count(mask: Mask, x: Tensor) -> Tensor | int:
     return x.shape[-2] if mask is None else mask.sum(-1, keepdim=True).to(x.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import State, empty_result, valid_values
+from ..common import Mask, State, empty_result, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
@@ -27,7 +27,7 @@ SEGMENT = 1024  # tokens between two states that are saved for the backward pass
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: State, scale: float, variant: FlowVariant
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State, State]:
     """The result, the state after the last token, and the states before each segment and after the last,
     (segments + 1, B, H, ...)."""
@@ -63,7 +63,7 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     starts: State,
     scale: float,
     variant: FlowVariant,
@@ -91,7 +91,7 @@ def backward(
 
 
 def graph(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: State, scale: float, variant: FlowVariant
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     """`forward` as one graph of plain operators without loops: for export, at any length."""
     block, query, key, value = one_block(query, key, value)
@@ -138,7 +138,7 @@ class Segment(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         scale: float,
         variant: FlowVariant,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -151,10 +151,10 @@ class Segment(NamedTuple):
         valid = None if mask is None else F.pad(mask, (0, self.padding)).unfold(1, self.chunk, self.chunk)
         return self.cut(q), self.cut(k), self.cut(v), valid
 
-    def mask(self, block: HeadBlock, mask: Tensor | None) -> Tensor | None:
+    def mask(self, block: HeadBlock, mask: Mask) -> Tensor | None:
         return None if mask is None else block.mask(mask[:, self.tokens])
 
-    def position(self, valid: Tensor | None, state: State) -> Tensor:
+    def position(self, valid: Mask, state: State) -> Tensor:
         """D, how many tokens there are up to and including this one, (G, T, C)."""
         count = state[2][:, 0]
         if valid is None:

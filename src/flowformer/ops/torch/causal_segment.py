@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, State
 from ..variant import FlowVariant
 
 
@@ -39,7 +39,7 @@ class SegmentFlows(NamedTuple):
 
 
 def _flows(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Tensor | None, state: State, variant: FlowVariant
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
 ) -> SegmentFlows:
     """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
     sums, memory, scalars = state
@@ -106,7 +106,7 @@ def _flows(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Tensor | None, state: State, variant: FlowVariant
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     """R, (G, T, C, E), and the state after the segment."""
     s = _flows(q, k, v, position, valid, state, variant)
@@ -125,7 +125,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     position: Tensor,
-    valid: Tensor | None,
+    valid: Mask,
     state: State,
     grad_state: State,
     variant: FlowVariant,
@@ -198,7 +198,7 @@ def backward(
 
 
 def _competition_gradient(
-    grad: Tensor, s: SegmentFlows, valid: Tensor | None, state: State, grad_state: State, variant: FlowVariant
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
 ) -> tuple[Tensor, Tensor]:
     """The gradients of Ô, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 1]
@@ -220,7 +220,7 @@ def _competition_gradient(
 
 
 def _allocation_gradient(
-    grad: Tensor, s: SegmentFlows, valid: Tensor | None, state: State, grad_state: State, variant: FlowVariant
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
 ) -> tuple[Tensor, Tensor]:
     """The gradients of Î, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 2]
@@ -236,7 +236,7 @@ def _allocation_gradient(
 
 
 def _running_softmax(
-    flow: Tensor, valid: Tensor | None, start: Tensor, count: Tensor, position: Tensor
+    flow: Tensor, valid: Mask, start: Tensor, count: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
     """D · exp(flow) / Σ exp(flow) over the past, (G, T, C), and the logarithm of that sum, (G, 1 + T·C)."""
     # finite before the first token, so that no difference of logarithms is NaN
@@ -256,7 +256,7 @@ def _running_softmax_gradient(
     share: Tensor,
     flow: Tensor,
     log_sum: Tensor | None,
-    valid: Tensor | None,
+    valid: Mask,
     count: Tensor,
     total: Tensor,
     grad_end: Tensor,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, State, differentiate, distinct, empty_result, register, register_vmap
+from ..common import VARIANT, Mask, State, differentiate, distinct, empty_result, register, register_vmap
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -37,13 +37,7 @@ def by_name(query: Tensor) -> bool:
 
 
 def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
 ) -> Tensor:
     """See `flow_attention`."""
     if torch.compiler.is_exporting() or variant.competitors == "heads":
@@ -54,21 +48,13 @@ def bidirectional(
     return result
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     """See `flow_attention`."""
     return recurrent(query, key, value, mask, None, scale, variant)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if state is None:
@@ -117,7 +103,7 @@ class _Bidirectional(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, *options: Any
+        query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *options: Any
     ) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = torch.ops.flowformer.bidirectional(
             query, key, value, query_mask, key_mask, *options
@@ -144,7 +130,7 @@ class _Causal(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         sums: Tensor,
         memory: Tensor,
         scalars: Tensor,
@@ -209,26 +195,14 @@ class _EagerPacked(_NoForwardMode, _Packed):
 
 
 def _bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    *variant: Any,
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, *variant: Any
 ) -> tuple[Tensor, ...]:
     result, flows = bidirectional_forward(query, key, value, query_mask, key_mask, scale, FlowVariant(*variant))
     return result, *flows
 
 
 def _bidirectional_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    *rest: Any,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     flows, scale, variant = Flows(*rest[:6]), rest[6], FlowVariant(*rest[7:])
     return bidirectional_backward(grad, query, key, value, query_mask, key_mask, flows, scale, variant)
@@ -238,7 +212,7 @@ def _causal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     sums: Tensor,
     memory: Tensor,
     scalars: Tensor,
@@ -258,7 +232,7 @@ def _causal_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Mask,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     grad_end, starts, scale, variant = (grad_sums, grad_memory, grad_scalars), rest[:3], rest[3], FlowVariant(*rest[4:])
@@ -297,9 +271,7 @@ def _fake_bidirectional(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
     return empty_result(query, value.shape[-1]), *empty_flows(query, key, value)
 
 
-def _fake_causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *state_and_rest: Any
-) -> tuple[Tensor, ...]:
+def _fake_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *state_and_rest: Any) -> tuple[Tensor, ...]:
     state = state_and_rest[:3]
     starts, result = empty_starts(query, state), empty_result(query, value.shape[-1])
     return result, *(torch.empty_like(part) for part in state), *starts
