@@ -447,11 +447,9 @@ def test_what_cannot_be_packed_is_padded():
     ]
     for config, tokens in cases:
         model = FlowformerClassifier(config)
-        model.pack = True
         with patch.object(model, "_encode_packed") as packed:
             assert model(tokens).isfinite().all()
         assert not packed.called
     model = FlowformerClassifier(small)
-    model.pack = True
     _, maps = model(_padded_batch("right"), return_maps=True)
     assert maps[0].competition.shape == (4, 4, 13)

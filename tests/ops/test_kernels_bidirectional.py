@@ -117,13 +117,17 @@ def test_variants_in_half_precision(name):
 
 @either
 @pytest.mark.parametrize(
-    ("dtype", "size"),
-    [(torch.float32, size) for size in plan.FLOAT] + [(torch.bfloat16, size) for size in plan.HALF],
+    ("precision", "size"),
+    [(precision, size) for precision, table in plan.TABLES.items() for size in table if precision != "rounded"],
 )
-def test_every_launch_configuration(dtype, size):
-    table = plan.FLOAT if dtype == torch.float32 else plan.HALF
-    assert plan.tunings(size, size, dtype) is table[size]
-    assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
+def test_every_launch_configuration(precision, size):
+    assert plan.tunings(size, size, precision) is plan.TABLES[precision][size]
+    dtype = {"bf16": torch.bfloat16, "bf16x3": torch.float16}.get(precision, torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @either

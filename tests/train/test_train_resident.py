@@ -9,10 +9,12 @@ from functools import partial
 import pytest
 import torch
 from tiny_training import CONFIG, SERIES, losses, random_cases
+from torch import nn
 from torch.utils.data import Subset
 
 from flowformer.data import DataInfo, Splits, collate
 from flowformer.data.splits import Columns, FlatSequences
+from flowformer.models.classifier import ClassifierConfig, FlowformerClassifier, SequenceEncoder
 from flowformer.train import graphs, loop, resident
 from flowformer.train.loop import train
 
@@ -110,6 +112,13 @@ def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
     assert len(forgotten) == 5 + 2 * 2, "after each computed update, and around each capture"
 
 
+def test_graphs_need_shapes_that_do_not_change():
+    model = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24))
+    assert model.pack
+    graphs.fix_shapes(nn.ModuleList([model]))
+    assert not model.pack
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("optimiser", ["adamw", "radam"])
@@ -120,6 +129,7 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
     monkeypatch.setattr(graphs.GraphedUpdates, "_capture", lambda *args: captured.append(1) or capture(*args))
     # the same arithmetic without graphs: RAdam's rectification in float32
     monkeypatch.setattr(torch.optim, "RAdam", partial(torch.optim.RAdam, capturable=True))
+    monkeypatch.setattr(SequenceEncoder, "pack", False)
     cases, model, sizes = random_cases("tokens")
     splits = Splits(cases, None, cases, DataInfo("tiny", "0", max_length=12, **sizes))
     optimiser = replace(CONFIG.optimiser, name=optimiser, clip=0.5)

@@ -121,13 +121,13 @@ class SequenceEncoder(FlowModel):
     """What both classifiers share: tokens become one vector a sequence, and a head of `head_dims` maps vectors on.
 
     Attributes:
-        pack: whether batches with much padding are computed without it, which saves memory. Shapes then differ from
-            batch to batch, which a CUDA graph does not allow.
+        pack: whether batches with much padding are computed without it, which saves time and memory. Set it to False
+            for CUDA graphs: shapes then differ from batch to batch, and the host waits for the lengths.
     """
 
     config_class = ClassifierConfig
     config: ClassifierConfig
-    pack = False
+    pack = True
 
     def __init__(self, config: ClassifierConfig, head_dims: tuple[int, ...]) -> None:
         super().__init__(config)
@@ -206,8 +206,8 @@ class SequenceEncoder(FlowModel):
 
     def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:
         """`encode` without the padding: the sequences lie one after another."""
-        # rounded up, so that kernels meet few shapes; what lies behind the last sequence is in none
-        size, longest = (-(-n // unit) * unit for n, unit in ((count, 2048), (mask.shape[1], 512)))
+        # rounded up, so that few shapes occur; what lies behind the last sequence is in none
+        size, longest = _round_up(count), _round_up(mask.shape[1])
         index = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
         positions = token_positions(mask).flatten()[index]
         x = self._embed(tokens.flatten()[index][None], positions[None])  # (1, T, W)
@@ -290,6 +290,12 @@ class FlowformerPairClassifier(SequenceEncoder):
         if return_maps:
             return self._with_maps(first, second, first_mask, second_mask)
         return self.head(torch.cat([self.encode(first, first_mask), self.encode(second, second_mask)], -1))
+
+
+def _round_up(count: int) -> int:
+    """To one of eight sizes between powers of two."""
+    unit = max(1, 2 ** (count.bit_length() - 4))
+    return -(-count // unit) * unit
 
 
 def _lecun_normal_(weight: Tensor) -> None:

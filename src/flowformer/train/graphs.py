@@ -11,12 +11,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..models.classifier import SequenceEncoder
 from .tasks import Batch
 
 EAGER_UPDATES = 8  # of a layout before its capture: Triton compiles during the first, and rare layouts do not pay off
 MAX_GRAPHS = 256
+
+
+def fix_shapes(module: nn.Module) -> None:
+    """Lets batches of one layout be computed with the same shapes, which a graph needs."""
+    for part in module.modules():
+        if isinstance(part, SequenceEncoder):
+            part.pack = False
 
 
 class Captured(NamedTuple):

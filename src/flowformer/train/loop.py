@@ -29,7 +29,7 @@ from .config import TrainConfig, to_dict
 from .config import load as load_config
 from .engine import build_accelerator, check_graphs
 from .evaluation import dataset_size, evaluate, padded_length
-from .graphs import GraphedUpdates
+from .graphs import GraphedUpdates, fix_shapes
 from .optim import build_optimiser
 from .record import RunLog, is_main, peak_memory, provenance, write_provenance
 
@@ -127,6 +127,8 @@ class Trainer:
         self._check_folder(resume, found)
         set_seed(config.seed)
         objective = tasks.Objective(self.task.build(config), self.task, config)
+        if config.graphs:
+            fix_shapes(objective)
         optimiser = build_optimiser(objective, config.optimiser, self.accelerator.device, capturable=config.graphs)
         if config.compile:
             objective.compile()

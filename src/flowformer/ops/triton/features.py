@@ -59,8 +59,6 @@ _UNSCALED_PAIR = tl.constexpr(
     _FAST_PAIR.replace("HALVE", "fma.rn.bf16x2 half, $2, half, minus_zero;" + _SPLIT.format("half"))
 )
 _SCALED_PAIR = tl.constexpr(_FAST_PAIR.replace("HALVE", _SPLIT.format("$2") + "mul.f32 x, x, $4; mul.f32 y, y, $5;"))
-# Triton 3.9 does not take this tuple from inside a kernel (check: tests/machine_code.py)
-_BF16_PAIR = tl.constexpr((tl.bfloat16, tl.bfloat16))
 
 
 @triton.jit
@@ -70,10 +68,13 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, PRECI
         # two numbers at a time, packed in a register: conversions would cost more than the sigmoid
         eps = tl.cast(eps, tl.bfloat16)
         if scale is None:
-            return tl.inline_asm_elementwise(_UNSCALED_PAIR, "=r,=r,r,r", [x, eps], _BF16_PAIR, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                _UNSCALED_PAIR, "=r,=r,r,r", [x, eps], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
         else:
-            factors = [x, eps, 0.5 * scale]
-            return tl.inline_asm_elementwise(_SCALED_PAIR, "=r,=r,r,r,f,f", factors, _BF16_PAIR, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                _SCALED_PAIR, "=r,=r,r,r,f,f", [x, eps, 0.5 * scale], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
     phi = feature(x, scale, MAP, FAST)
     return operand(phi, PRECISION), operand(phi + eps, PRECISION)
 

@@ -79,6 +79,10 @@ def grad_memory_kernel(
     b_grad_memory = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     b_weighted = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
+    # the overlap needs all values: the program of the first tile computes it
+    stop = E
+    if E > BLOCK_E:
+        stop = tl.where(tl.program_id(1) == 0, E, 0)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         valid = load_valid(p_query_mask, mask_start, start, offset, count)
         b_query = load_features(p_query, q_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
@@ -86,8 +90,7 @@ def grad_memory_kernel(
         received = allocation * factor / tl.load(p_incoming + start + offset, mask=valid, other=1.0)
         overlap = tl.zeros((BLOCK,), tl.float32)
         b_grad = load_rows(p_grad, g_token, start, offset, valid, tl.program_id(1) * BLOCK_E + values, E)
-        # the overlap needs all values, also in a program that adds up one tile of dS
-        for tile in tl.range(0, E, BLOCK_E, num_stages=1):
+        for tile in tl.range(0, stop, BLOCK_E, num_stages=1):
             b_each = b_grad
             if E > BLOCK_E:
                 b_each = load_rows(p_grad, g_token, start, offset, valid, tile + values, E)

@@ -17,7 +17,8 @@ from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
 from . import backward, forward
 from .records import record_size
 
-MEMORY_SIZE = 128 * 128  # numbers of S that one program holds, fewer in float32; more are cut along E
+MEMORY_SIZE = 128 * 128  # numbers of S that one program holds, more are cut along E
+MEMORY_SIZE_IEEE = 64 * 64  # products without tensor cores keep their factors in registers
 CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
 MIN_SEGMENT_FEATURES = 128 * 64  # tokens times features that are worth a segment of their own
 LONG_SEGMENT = 1024  # tokens of one where not all programs run at once: their records are written and read again
@@ -76,15 +77,22 @@ HALF = {
     256: _table((32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
 }
 # float32 takes twice the registers and shared memory
-FLOAT = {
+TF32 = {
     64: _table(*[(32, 4, 1)] * len(KERNELS)),
-    256: _table(*[(16, 8, 1)] * len(KERNELS)),
+    128: _table((64, 8, 2), (32, 8, 1), (32, 8, 1), (64, 8, 2), (32, 8, 1), (64, 8, 2), (64, 8, 1), (64, 8, 2)),
+    256: _table((32, 8, 1), (16, 8, 2), (32, 8, 2), (64, 8, 1), (64, 8, 1), (32, 8, 1), (16, 8, 1), (64, 8, 1)),
+}
+IEEE = {
+    64: _table(*[(32, 4, 1)] * len(KERNELS)),
+    256: _table((16, 8, 2), (16, 8, 2), (16, 8, 2), (16, 8, 1), (32, 4, 1), (32, 8, 1), (16, 4, 1), (32, 4, 1)),
 }
 
 
-def tunings(dim: int, value_dim: int, dtype: torch.dtype, is_hopper: bool = True) -> dict[str, Tuning]:
-    table = FLOAT if dtype == torch.float32 else HALF
-    found = next(found for size, found in table.items() if size >= max(dim, value_dim))
+TABLES = {"bf16": HALF, "bf16x3": HALF, "rounded": HALF, "tf32": TF32, "ieee": IEEE}
+
+
+def tunings(dim: int, value_dim: int, precision: str, is_hopper: bool = True) -> dict[str, Tuning]:
+    found = next(found for size, found in TABLES[precision].items() if size >= max(dim, value_dim))
     # other GPUs have less shared memory
     return found if is_hopper else {name: tuning._replace(stages=1) for name, tuning in found.items()}
 
@@ -119,7 +127,7 @@ class BidirectionalPlan(Plan):
         self.key_records = self.records * key_heads // heads
         block_d = block_size(dim)
         precision = _precision(dtype, dim, float32_precision)
-        memory_size = MEMORY_SIZE // {"tf32": 2, "ieee": 4}.get(precision, 1)
+        memory_size = MEMORY_SIZE_IEEE if precision == "ieee" else MEMORY_SIZE
         block_e = min(block_size(value_dim), memory_size // block_d)
         # programs per SM, by the memory S that each holds
         occupancy = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
@@ -129,7 +137,7 @@ class BidirectionalPlan(Plan):
         # the parts of ⟨S, dS⟩ of a head
         self.products = self.tiles if self.is_whole else self.chunks
 
-        self.tunings = tunings(dim, value_dim, dtype, INTERPRETED or is_hopper(device))
+        self.tunings = tunings(dim, value_dim, precision, INTERPRETED or is_hopper(device))
         if heads != key_heads:
             # what is loaded anew for each query head cannot be pipelined over blocks
             self.tunings = self.tunings | {"grad_source": self.tunings["grad_source"]._replace(stages=1)}
