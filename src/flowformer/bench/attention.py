@@ -116,7 +116,7 @@ def chosen(field: list[Contestant], names: list[str]) -> list[Contestant]:
 def fla_contestants() -> list[Contestant]:
     """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
     try:
-        from fla.ops.linear_attn import (  # type: ignore[import-not-found]
+        from fla.ops.linear_attn import (
             chunk_linear_attn,
             fused_chunk_linear_attn,
         )

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from accelerate.utils import send_to_device
 from torch.utils.data import Subset
 
 from .. import data

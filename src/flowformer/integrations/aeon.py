@@ -21,11 +21,11 @@ from .._utils import check_positive, moved
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
-    from aeon.classification import BaseClassifier  # type: ignore[import-untyped]
-    from aeon.regression import BaseRegressor  # type: ignore[import-untyped]
-    from aeon.utils.validation import check_n_jobs  # type: ignore[import-untyped]
-    from sklearn.utils import check_random_state  # type: ignore[import-untyped]
-    from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
+    from aeon.classification import BaseClassifier
+    from aeon.regression import BaseRegressor
+    from aeon.utils.validation import check_n_jobs
+    from sklearn.utils import check_random_state
+    from sklearn.utils.class_weight import compute_class_weight
 except Exception as error:  # a broken installation raises more than ImportError
     raise ImportError("flowformer.integrations.aeon needs aeon: pip install 'flowformer[ts]'.") from error
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import Dataset
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
