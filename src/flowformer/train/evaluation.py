@@ -18,7 +18,7 @@ from .config import TrainConfig
 
 
 def dataset_size(dataset: Dataset) -> int:
-    return len(dataset)  # type: ignore[arg-type]
+    return len(dataset)  # type: ignore[arg-type]  # map-style, so it has a length, which torch does not declare
 
 
 def padded_length(config: TrainConfig, splits: Splits) -> int | None:

@@ -107,6 +107,7 @@ class FlowformerConfig(PreTrainedConfig):
 
     def lm_config(self) -> LMConfig:
         """The same model, as a config of `flowformer.models.FlowformerLM`; the head is added here."""
+        # mypy: a config of transformers has plain strings, which LMConfig checks
         return LMConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,

@@ -98,16 +98,13 @@ def _apply(
     return eager.apply(*tensors, *options)
 
 
+# inputs and outputs of these functions are those of the operators at the end of this file
 class _Bidirectional(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *options: Any
-    ) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = torch.ops.flowformer.bidirectional(
-            query, key, value, query_mask, key_mask, *options
-        )
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = torch.ops.flowformer.bidirectional(*inputs)
         return outputs
 
     @staticmethod
@@ -126,19 +123,8 @@ class _Causal(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        sums: Tensor,
-        memory: Tensor,
-        scalars: Tensor,
-        *options: Any,
-    ) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = torch.ops.flowformer.causal(
-            query, key, value, mask, sums, memory, scalars, *options
-        )
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = torch.ops.flowformer.causal(*inputs)
         return outputs
 
     @staticmethod
@@ -157,14 +143,12 @@ class _Packed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any
-    ) -> Tensor:
-        result: Tensor = torch.ops.flowformer.packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *options)
+    def forward(*inputs: Any) -> Tensor:
+        result: Tensor = torch.ops.flowformer.packed(*inputs)
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
 
