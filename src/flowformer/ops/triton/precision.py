@@ -18,7 +18,7 @@ import triton.language as tl
 
 def float32_precision() -> str:
     """How float32 is multiplied: on tensor cores where torch may round its factors too, else with all bits."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 and torch.version.hip is None else "ieee"
 
 
 @triton.jit
@@ -32,6 +32,13 @@ def round_to_bfloat16(x):
     """x rounded to bfloat16, still as float32: the interpreter's own conversion truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_tf32(x):
+    """x rounded to tf32, still as float32: tensor cores leave the last bits out, which makes sums of features small."""
+    bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -54,6 +61,9 @@ def split(x, PRECISION: tl.constexpr):
         return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
     elif PRECISION == "rounded":
         return high, round_to_bfloat16(x - high)
+    elif PRECISION == "tf32":
+        x = round_to_tf32(x)
+        return x, x
     else:
         return x, x
 
@@ -65,6 +75,8 @@ def operand(x, PRECISION: tl.constexpr):
         return x.to(tl.bfloat16)
     elif PRECISION == "rounded":
         return round_to_bfloat16(x.to(tl.float32))
+    elif PRECISION == "tf32":
+        return round_to_tf32(x.to(tl.float32))
     else:
         return x.to(tl.float32)
 
