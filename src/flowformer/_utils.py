@@ -9,6 +9,7 @@ import difflib
 import importlib
 import os
 import subprocess
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -83,19 +84,20 @@ def optional_import(module: str, extra: str) -> Any:
         raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error
 
 
-def names_from(module: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are defined elsewhere and imported when they are asked for.
+def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module some of whose public names have moved: they still work there, with a warning.
 
     Args:
         module: its `__name__`.
-        homes: the names by the module that defines them.
+        homes: for each old name the new one, with its module.
     """
 
     def find(name: str) -> Any:
-        for home, names in homes.items():
-            if name in names:
-                return getattr(importlib.import_module(home), name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, new = homes[name].rpartition(".")
+        warnings.warn(f"{module}.{name} is now {homes[name]}.", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(home), new)
 
     return find
 

@@ -9,7 +9,7 @@ import torch
 from helpers import random_inputs
 
 from flowformer import FlowVariant, baselines, flow_attention
-from flowformer.nn import FlowAttention, FlowEncoderLayer, matrix_maps, record_matrices
+from flowformer.nn import FlowAttention, FlowEncoderLayer, build_attention, matrix_maps, record_matrices
 from flowformer.ops import reference
 
 LENGTH = 13
@@ -72,15 +72,15 @@ def test_every_rival_is_its_matrix_times_the_values(name):
 @pytest.mark.parametrize("name", ["flow", "softmax", "linear", "synthesizer", "soft"])
 def test_is_recorded_in_a_model(name):
     torch.manual_seed(0)
-    layer = FlowEncoderLayer(16, 2, attention=name, max_length=LENGTH).eval()
+    attention = build_attention(name, 16, 2, max_length=LENGTH).eval()
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[0, :4] = False
-    with record_matrices(layer, block=3) as maps:
-        first = layer(torch.randn(2, LENGTH, 16), mask=mask)
+    with record_matrices(attention, block=3) as maps:
+        first = attention(torch.randn(2, LENGTH, 16), key_mask=mask)
     assert len(maps) == 1
     assert (maps[0].column_sums[0, :, :4] == 0).all()
     assert (maps[0].column_sums[0, :, 4:] > 0).all()
-    assert not layer.attention._forward_pre_hooks
+    assert not attention._forward_pre_hooks
     assert first.shape == (2, LENGTH, 16)
 
 
@@ -92,8 +92,17 @@ def test_recording_needs_evaluation_an_attention_and_whole_sequences():
         pass
     with record_matrices(attention.eval()), pytest.raises(ValueError, match="got a state"):
         attention(torch.randn(1, 1, 8), state=attention.new_state(1))
-    with record_matrices(attention), pytest.raises(NotImplementedError, match="matrices of packed sequences"):
-        attention(torch.randn(1, 5, 8), cu_seqlens=torch.tensor([0, 2, 5]))
+    with record_matrices(attention), pytest.raises(ValueError, match="got packed sequences"):
+        attention(torch.randn(1, 5, 8), cu_seqlens=torch.tensor([0, 2, 5]), max_seqlen=3)
+
+
+def test_a_layer_records_that_of_its_attention():
+    layer, x = FlowEncoderLayer(8, 2).eval(), torch.randn(2, 5, 8)
+    with record_matrices(layer) as of_layer:
+        layer(x)
+    with record_matrices(layer.attention) as of_attention:
+        layer.attention(layer.attention_norm(x))
+    assert torch.equal(of_layer[0].column_sums, of_attention[0].column_sums)
 
 
 class TestDegeneracy:

@@ -14,6 +14,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flowformer.cli import app
@@ -112,6 +113,15 @@ class TestList:
         assert [job["seed"] for job in listed] == sorted(job["seed"] for job in listed), "each cell once, then again"
         assert listed[0]["name"].endswith("/flow"), "the most telling first"
         assert "98.9" in flowformer("reproduce", "uea", *CELL, "--list", "--out", tmp_path)
+
+    @pytest.mark.parametrize(("width", "columns"), [(200, 5), (80, 4), (65, 2), (30, 2)])
+    def test_a_name_stays_on_one_line_in_any_terminal(self, tmp_path, monkeypatch, width, columns):
+        monkeypatch.setattr("flowformer.cli.tables.console", Console(width=width))
+        output = flowformer("reproduce", "uea", "--seeds", 1, "--list", "--out", tmp_path, "--data", tmp_path)
+        header, *rows = output.splitlines()
+        names = {job.name for job in reproduce.jobs("uea", tmp_path, data_dir=tmp_path)}
+        assert header.split() == ["cell", "state", "seed", "paper", "minutes"][:columns]
+        assert names == {row.split()[0] for row in rows if row.startswith("uea/")}
 
     def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
         find = importlib.util.find_spec

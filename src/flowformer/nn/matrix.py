@@ -142,7 +142,7 @@ def _of_module(
     if state is not None:
         raise ValueError("got a state; a matrix is that of whole sequences only.")
     if cu_seqlens is not None:
-        raise NotImplementedError("the matrices of packed sequences are not recorded; pass padded ones and their mask.")
+        raise ValueError("got packed sequences (cu_seqlens); for their matrices pass a padded batch with its mask.")
     q, k, _, query_mask, key_mask = module._project(query, key, value, query_mask, key_mask)
     options: dict[str, Any] = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
     if isinstance(module, FlowAttention):

@@ -6,7 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +77,14 @@ def flow_attention(
     return chosen.causal(query, key, value, mask, scale, variant)
 
 
-def _nested_attention(query, key, value, masks, is_causal: bool, **options) -> Tensor:
+def _nested_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    is_causal: bool,
+    **options: Any,
+) -> Tensor:
     # here, since few callers pay for it
     from .nested import Sequences, check_same_lengths
 
@@ -212,7 +219,7 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, options = checks.scale(scale), asdict(checks.variant(variant, is_causal))
+    scale, options = checks.scale(scale), checks.variant(variant, is_causal).as_options()
     key = reference.repeat_heads(query, key)
     with without_autocast(query):
         if not is_causal:
@@ -256,7 +263,7 @@ def explain(
     return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
 
 
-def _choose(backend: str | None, query: Tensor, *rest) -> backends.Backend:
+def _choose(backend: str | None, query: Tensor, *rest: Any) -> backends.Backend:
     # only the operators of the torch backend can be mapped
     if backend is None and query.is_cuda and torch._C._are_functorch_transforms_active():
         backend = "torch"

@@ -10,11 +10,13 @@ Everything is plain autograd, in float64 for float64 inputs and in float32 for a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Mask = Tensor | None  # (B, N) bool; None where every token takes part
 
 
 class FlowMaps(NamedTuple):
@@ -28,13 +30,23 @@ class FlowMaps(NamedTuple):
     allocation: Tensor  # α, (B, H, N)
 
 
-def bidirectional(query, key, value, query_mask=None, key_mask=None, scale=1.0, **variant) -> Tensor:
+def bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask = None,
+    key_mask: Mask = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> Tensor:
     """R = α ⊙ (q kᵀ / I) (c ⊙ V) for query (B, H, N, D), key (B, H, M, D), value (B, H, M, E)."""
     weights = bidirectional_weights(query, key, query_mask, key_mask, scale, **variant)
     return (weights @ _valid(value, key_mask)).to(query.dtype)
 
 
-def bidirectional_weights(query, key, query_mask=None, key_mask=None, scale=1.0, **variant) -> Tensor:
+def bidirectional_weights(
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
+) -> Tensor:
     """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes."""
     maps = bidirectional_maps(query, key, query_mask, key_mask, scale, **variant)
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
@@ -42,7 +54,9 @@ def bidirectional_weights(query, key, query_mask=None, key_mask=None, scale=1.0,
     return (q @ k.mT) * received[..., None] * maps.competition[..., None, :]
 
 
-def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **variant) -> FlowMaps:
+def bidirectional_maps(
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
+) -> FlowMaps:
     """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to."""
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
     sinks, sources = _columns(query_mask, q), _columns(key_mask, k)
@@ -76,7 +90,15 @@ def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **
     )
 
 
-def causal(query, key, value, mask=None, state=None, scale=1.0, **variant) -> tuple[Tensor, tuple[Tensor, ...]]:
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask = None,
+    state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Algorithm 2, continued from `state`: the result (B, H, N, E) and the state after the last token.
 
     The state of a head is everything the future needs of the past, in three tensors:
@@ -96,7 +118,7 @@ def causal(query, key, value, mask=None, state=None, scale=1.0, **variant) -> tu
     return result.to(query.dtype), (sums, memory, scalars)
 
 
-def causal_weights(query, key, mask=None, scale=1.0, **variant) -> Tensor:
+def causal_weights(query: Tensor, key: Tensor, mask: Mask = None, scale: float = 1.0, **variant: Any) -> Tensor:
     """The lower-triangular matrix W (B, H, N, N) with R = W V."""
     maps = causal_maps(query, key, mask, None, scale, **variant)
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
@@ -104,17 +126,26 @@ def causal_weights(query, key, mask=None, scale=1.0, **variant) -> Tensor:
     return (q @ k.mT).tril() * received[..., None] * maps.competition[..., None, :]
 
 
-def causal_maps(query, key, mask=None, state=None, scale=1.0, **variant) -> FlowMaps:
+def causal_maps(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask = None,
+    state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> FlowMaps:
     """Algorithm 2: the maps, each token seeing only itself and the past."""
     return _causal_maps(query, key, mask, state, scale, **variant)[0]
 
 
-def _causal_maps(query, key, mask, state, scale, **variant):
+def _causal_maps(
+    query: Tensor, key: Tensor, mask: Mask, state: tuple[Tensor, ...] | None, scale: float, **variant: Any
+) -> tuple[FlowMaps, Tensor, Tensor]:
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
     valid = _columns(mask, q)
     position = _position(valid, state)  # D
     if state is None:
-        before = [q.new_zeros(*q.shape[:2], q.shape[-1])] * 4
+        before: tuple[Tensor, ...] = (q.new_zeros(*q.shape[:2], q.shape[-1]),) * 4
         count = q.new_zeros(q.shape[:2])
         log_outgoing = log_incoming = torch.full_like(count, -torch.inf)
     else:
@@ -158,15 +189,17 @@ def _causal_maps(query, key, mask, state, scale, **variant):
     return maps, torch.stack([part[..., -1, :] for part in sums], -2), torch.stack(scalars, -1)
 
 
-def _flow(x: Tensor, total: Tensor, *, eps: float = 1e-6, flow_eps: float = 0.0, **_) -> Tensor:
+def _flow(x: Tensor, total: Tensor, *, eps: float = 1e-6, flow_eps: float = 0.0, **_: Any) -> Tensor:
     return ((x + eps) * (total + eps)).sum(-1) + flow_eps
 
 
-def _clamped(flow: Tensor, *, clamp: float | None = None, **_) -> Tensor:
+def _clamped(flow: Tensor, *, clamp: float | None = None, **_: Any) -> Tensor:
     return flow if clamp is None else flow.clamp(-clamp, clamp)
 
 
-def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str = "sigmoid", eps=1e-6, **_) -> Tensor:
+def _features(
+    x: Tensor, mask: Mask, scale: float, *, feature_map: str = "sigmoid", eps: float = 1e-6, **_: Any
+) -> Tensor:
     x = _valid(x, mask) * scale
     match feature_map:
         case "sigmoid":
@@ -180,18 +213,18 @@ def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str 
     return _valid(x, mask)
 
 
-def _valid(x: Tensor, mask: Tensor | None) -> Tensor:
+def _valid(x: Tensor, mask: Mask) -> Tensor:
     """In the dtype of the sums, with the padding emptied: even a NaN there takes part in nothing."""
     x = x if x.dtype == torch.float64 else x.float()
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
-def _columns(mask: Tensor | None, x: Tensor) -> Tensor:
+def _columns(mask: Mask, x: Tensor) -> Tensor:
     """Which tokens are there, (B, 1, N)."""
     return x.new_ones(x.shape[0], 1, x.shape[-2], dtype=torch.bool) if mask is None else mask[:, None]
 
 
-def _position(valid: Tensor, state) -> Tensor:
+def _position(valid: Tensor, state: tuple[Tensor, ...] | None) -> Tensor:
     """D: how many tokens there are up to and including this one."""
     position = valid.cumsum(-1).to(torch.float32 if state is None else state[2].dtype)
     if state is not None:
@@ -221,7 +254,16 @@ def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
     return x if shared == 1 else x.repeat_interleave(shared, 1)
 
 
-def _masked_maps(incoming, outgoing, conserved_incoming, conserved_outgoing, competition, allocation, sinks, sources):
+def _masked_maps(
+    incoming: Tensor,
+    outgoing: Tensor,
+    conserved_incoming: Tensor,
+    conserved_outgoing: Tensor,
+    competition: Tensor,
+    allocation: Tensor,
+    sinks: Tensor,
+    sources: Tensor,
+) -> FlowMaps:
     return FlowMaps(
         incoming.masked_fill(~sinks, 0),
         outgoing.masked_fill(~sources, 0),

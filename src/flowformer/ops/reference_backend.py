@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .common import Mask, State
 from .variant import FlowVariant
 
 if TYPE_CHECKING:
@@ -24,23 +25,29 @@ def by_name(query: Tensor) -> bool:
     return True
 
 
-def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+def bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+) -> Tensor:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **variant.as_options())
 
 
-def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     return recurrent(query, key, value, mask, None, scale, variant)[0]
 
 
-def recurrent(query, key, value, mask, state, scale: float, variant: FlowVariant) -> tuple:
+def recurrent(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State]:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
         return reference.causal(query, key, value, mask, state, scale, **variant.as_options())
 
 
-def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+) -> Tensor:
     from .varlen import starts_and_lengths
 
     sinks, sources = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)

@@ -51,7 +51,7 @@ class FlowState:
         return cls(memory.new_zeros(batch, heads, 4, key_dim), memory, scalars)
 
     @classmethod
-    def unpack(cls, tensors: tuple[Tensor, Tensor, Tensor]) -> FlowState:
+    def unpack(cls, tensors: tuple[Tensor, ...]) -> FlowState:
         """The state made of what `pack` returned."""
         return cls(*tensors)
 

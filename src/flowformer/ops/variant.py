@@ -76,7 +76,7 @@ class FlowVariant:
         """The fields by name, as `reference.py` takes them. Dynamo of torch 2.11 does not trace dataclasses.asdict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def as_args(self) -> tuple:
+    def as_args(self) -> tuple[Any, ...]:
         """The fields in order, as the plain arguments of a registered operator; none of these lets heads compete."""
         return tuple(getattr(self, name) for name in self.__slots__ if name != "competitors")
 

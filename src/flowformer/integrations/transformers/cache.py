@@ -13,8 +13,8 @@ NAME = "flow_attention"
 class FlowCacheLayer(CacheLayerMixin):
     """What a layer keeps of the past: a `FlowState`, of the same size whatever the length.
 
-    The recurrent layer that transformers brings takes a state for absent unless a convolution came with it, and can
-    neither repeat nor count its rows.
+    The recurrent cache layer of transformers treats a state without a convolution state as missing, and can neither
+    repeat nor count its rows.
     """
 
     _layer_type = NAME

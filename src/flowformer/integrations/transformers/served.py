@@ -1,8 +1,8 @@
 """Which models of transformers Flow-Attention serves, and what is done about those it does not.
 
-A model that computes its attention itself takes any `attn_implementation` without a word, and goes on with softmax,
-often without a causal mask. transformers has no hook to refuse one, so this file extends methods of `PreTrainedModel`
-and `PreTrainedConfig`; with any other attention they do what they always did.
+A model whose attention is hard-coded accepts any `attn_implementation` silently and keeps computing softmax, often
+without a causal mask. transformers has no hook to refuse it, so this file extends methods of `PreTrainedModel` and
+`PreTrainedConfig`; with any other attention they behave as before.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def is_flow(config: PreTrainedConfig | None) -> bool:
 
 
 def is_cross_attention(layer: nn.Module, name: str = "") -> bool:
-    """Whether a layer attends to another sequence, by its name, that of its class, or its own account."""
+    """Whether a layer attends to another sequence, by its name, its class or its `is_cross_attention`."""
     is_of_decoder = getattr(layer, "is_decoder", False) is True and getattr(layer, "is_causal", None) is False
     says_so = getattr(layer, "is_cross_attention", False) is True
     return is_of_decoder or says_so or bool(CROSS_ATTENTION.search(f"{name} {type(layer).__name__}"))
 
 
 def attention_layers(module: nn.Module, config: Any = None, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The attention layers that are to run Flow-Attention: modules called so that contain no other, and their names.
+    """The layers that are to run Flow-Attention: modules named attention that contain no other such module, by name.
 
     Heads that pool tokens by attention are the same whatever the attn_implementation, and are left out.
     """

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import State, empty_result, valid_values
+from ..common import Mask, State, empty_result, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
@@ -26,7 +26,9 @@ CHUNK = 64  # tokens whose flows come from one C × C product
 SEGMENT = 1024  # tokens between two states that are saved for the backward pass
 
 
-def forward(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State, State]:
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State, State]:
     """The result, the state after the last token, and the states before each segment and after the last,
     (segments + 1, B, H, ...)."""
     result = empty_result(query, value.shape[-1])
@@ -55,7 +57,17 @@ def forward(query, key, value, mask, state: State, scale: float, variant: FlowVa
     return result, end, starts
 
 
-def backward(grad, grad_end: State, query, key, value, mask, starts: State, scale: float, variant: FlowVariant):
+def backward(
+    grad: Tensor,
+    grad_end: State,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    starts: State,
+    scale: float,
+    variant: FlowVariant,
+) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of query, key and value, and that of the state before the first token."""
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
     grad_start = tuple(torch.empty_like(part) for part in grad_end)
@@ -78,7 +90,9 @@ def backward(grad, grad_end: State, query, key, value, mask, starts: State, scal
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_start
 
 
-def graph(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+def graph(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State]:
     """`forward` as one graph of plain operators without loops: for export, at any length."""
     block, query, key, value = one_block(query, key, value)
     segment = Segment.of(slice(None), query.shape[2], CHUNK)
@@ -118,7 +132,16 @@ class Segment(NamedTuple):
     def is_padded(self) -> bool:
         return torch.compiler.is_exporting() or self.padding > 0
 
-    def inputs(self, block: HeadBlock, query, key, value, mask, scale: float, variant: FlowVariant):
+    def inputs(
+        self,
+        block: HeadBlock,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        scale: float,
+        variant: FlowVariant,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k (G, T, C, D) as features, v (G, T, C, E), and which tokens are valid, (G, T, C), or None for all."""
         query, key, value = block.inputs(*(x[:, :, self.tokens] for x in (query, key, value)))
         mask = self.mask(block, mask)
@@ -128,15 +151,16 @@ class Segment(NamedTuple):
         valid = None if mask is None else F.pad(mask, (0, self.padding)).unfold(1, self.chunk, self.chunk)
         return self.cut(q), self.cut(k), self.cut(v), valid
 
-    def mask(self, block: HeadBlock, mask: Tensor | None) -> Tensor | None:
+    def mask(self, block: HeadBlock, mask: Mask) -> Tensor | None:
         return None if mask is None else block.mask(mask[:, self.tokens])
 
-    def position(self, valid: Tensor | None, state: State) -> Tensor:
+    def position(self, valid: Mask, state: State) -> Tensor:
         """D, how many tokens there are up to and including this one, (G, T, C)."""
         count = state[2][:, 0]
         if valid is None:
             tokens = torch.arange(1, self.length + 1, dtype=count.dtype, device=count.device)
-            return (count[:, None] + tokens).unflatten(1, (self.chunks, self.chunk))
+            position: Tensor = (count[:, None] + tokens).unflatten(1, (self.chunks, self.chunk))
+            return position
         return causal_segment.running_sum(valid.to(count.dtype), count).clamp_min(1)
 
     def cut(self, x: Tensor) -> Tensor:

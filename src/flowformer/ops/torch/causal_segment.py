@@ -10,12 +10,13 @@ one row a head: sums (G, 4, D), memory (G, D, E), scalars (G, 3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, State
 from ..variant import FlowVariant
 
 
@@ -37,7 +38,9 @@ class SegmentFlows(NamedTuple):
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
-def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> SegmentFlows:
+def _flows(
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
+) -> SegmentFlows:
     """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
@@ -46,7 +49,7 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     lower, upper = products * ones.tril(), products * ones.triu()
     row_q, row_k = q.sum(-1), k.sum(-1)
 
-    def flow(x, before, inside, row, rows, start):
+    def flow(x: Tensor, before: Tensor, inside: Tensor, row: Tensor, rows: Tensor, start: Tensor) -> Tensor:
         outer = row + running_sum(rows, start.sum(-1))
         total = inside + (x * before[..., None, :]).sum(-1)
         return (total + variant.eps * outer + (q.shape[-1] * variant.eps**2 + variant.flow_eps)) / position
@@ -102,7 +105,9 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     )
 
 
-def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tuple[Tensor, State]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
+) -> tuple[Tensor, State]:
     """R, (G, T, C, E), and the state after the segment."""
     s = _flows(q, k, v, position, valid, state, variant)
     result = q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ v
@@ -114,7 +119,17 @@ def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tup
     return result, (s.sums[:, -1], s.memory[:, -1], torch.stack([s.tokens, *logs], -1))
 
 
-def backward(grad, q, k, v, position, valid, state: State, grad_state: State, variant: FlowVariant):
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    grad_state: State,
+    variant: FlowVariant,
+) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
     s = _flows(q, k, v, position, valid, state, variant)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
@@ -182,7 +197,9 @@ def backward(grad, q, k, v, position, valid, state: State, grad_state: State, va
     return grad_q, grad_k, grad_v, (torch.stack(grad_sums, -2), grad_memory[:, 0], grad_scalars)
 
 
-def _competition_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+def _competition_gradient(
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
+) -> tuple[Tensor, Tensor]:
     """The gradients of Ô, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 1]
     flow = s.conserved_outgoing
@@ -202,7 +219,9 @@ def _competition_gradient(grad, s: SegmentFlows, valid, state: State, grad_state
     return grad, grad_start
 
 
-def _allocation_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+def _allocation_gradient(
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
+) -> tuple[Tensor, Tensor]:
     """The gradients of Î, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 2]
     match variant.allocation:
@@ -216,7 +235,9 @@ def _allocation_gradient(grad, s: SegmentFlows, valid, state: State, grad_state:
             return torch.zeros_like(grad), grad_end
 
 
-def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tensor]:
+def _running_softmax(
+    flow: Tensor, valid: Mask, start: Tensor, count: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
     """D · exp(flow) / Σ exp(flow) over the past, (G, T, C), and the logarithm of that sum, (G, 1 + T·C)."""
     # finite before the first token, so that no difference of logarithms is NaN
     lowest = torch.finfo(flow.dtype).min
@@ -230,8 +251,18 @@ def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tenso
     return position * (flow - log_sum[:, 1:].view_as(flow)).exp(), log_sum
 
 
-def _running_softmax_gradient(grad, share, flow, log_sum, valid, count, total, grad_end):
+def _running_softmax_gradient(
+    grad: Tensor,
+    share: Tensor,
+    flow: Tensor,
+    log_sum: Tensor | None,
+    valid: Mask,
+    count: Tensor,
+    total: Tensor,
+    grad_end: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The gradients of the flow and of the first logarithm, from those of the shares and of the last logarithm."""
+    assert log_sum is not None  # `_flows` keeps it for every softmax
     weight = (share * grad).flatten(1)
     grad_log = torch.cat([torch.zeros_like(weight[:, :1]), -weight], -1)
     grad_log[:, -1] += torch.where(total > 0, grad_end, 0)
@@ -287,7 +318,7 @@ def _after(x: Tensor, end: Tensor) -> Tensor:
     return _sum_chunks(torch.cat([x, end[:, None]], 1), torch.Tensor.triu)
 
 
-def _sum_chunks(x: Tensor, triangle) -> Tensor:
+def _sum_chunks(x: Tensor, triangle: Callable[[Tensor], Tensor]) -> Tensor:
     if torch.compiler.is_exporting():
         return x.cumsum(1)
     # chunks are few: a product with a triangle of ones is four times faster than cumsum along a strided axis

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, State
 from ..variant import FlowVariant
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant):
+def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, variant: FlowVariant) -> tuple[Tensor, State]:
     """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
@@ -58,7 +58,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, va
     return result, state
 
 
-def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Mask) -> tuple[Tensor, Tensor]:
     """exp(flow) / Σ exp(flow) up to this token, and the logarithm of that sum, which a masked token leaves as it is."""
     # a state without tokens may hold any logarithm
     log_sum = torch.where(count > 0, log_sum, -torch.inf)
