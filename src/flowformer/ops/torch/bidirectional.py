@@ -68,12 +68,15 @@ def backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def graph(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
-    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd where heads
-    compete."""
+def graph(
+    query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant, powers: Tensor | None = None
+) -> Tensor:
+    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd of variants
+    that have no operator."""
     block, query, key, value = one_block(query, key, value)
     inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-    result, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1))
+    powers = None if powers is None else powers.repeat(1, len(query))
+    result, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1), powers=powers)
     return result.unflatten(0, query.shape[:2]).to(query.dtype)
 
 
@@ -119,11 +122,13 @@ def _block_forward(
     scratch: Callable[..., Tensor | None] = _no_scratch,
     out: Tensor | None = None,
     heads: int = 1,
+    powers: Tensor | None = None,
 ) -> tuple[Tensor, Flows]:
     """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
 
     Args:
         heads: of each sequence; needed where heads compete, which `_block_backward` does not support.
+        powers: (2, G), likewise; nor does it support a variant with `renormalize`.
     """
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
@@ -138,6 +143,8 @@ def _block_forward(
 
     if variant.clamp is not None:
         conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        conserved_outgoing = conserved_outgoing * powers[0, :, None]
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
             share = conserved_outgoing.unflatten(0, (len(k) // heads, heads)).softmax(1)
@@ -151,6 +158,7 @@ def _block_forward(
     match variant.allocation:
         case "sigmoid":
             allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1, :, None]
         case "softmax":
             allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
         case "none":
@@ -164,7 +172,10 @@ def _block_forward(
     memory = k.mT @ competing
     # matrix products go to scratch, which is in cache; only the last step writes to `out`, which is not
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
-    result = torch.mul(result, (allocation * inverse_incoming)[..., None], out=out)
+    received = allocation * inverse_incoming
+    if variant.renormalize:
+        received = allocation / _flow(q, _weighted_sum(competition, k), variant)
+    result = torch.mul(result, received[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
 
