@@ -47,7 +47,7 @@ def flow_attention_forward(
     """
     heads = getattr(module, "flow", None)
     past = None if heads == KEPT else _past(module)
-    tokens = _tokens(module, query, key, attention_mask, is_causal, past, kwargs)
+    tokens = tokens_of(module, query, key, attention_mask, is_causal, past, kwargs)
     if heads == KEPT:
         result = softmax_attention(query, key, value, tokens, scaling, kwargs.get("softcap"))
     elif heads is None:
@@ -107,7 +107,7 @@ def _flow(query, key, value, tokens: Tokens, past: FlowCacheLayer | None, option
     return result
 
 
-def _tokens(
+def tokens_of(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -74,6 +74,10 @@ class FlowHeads(nn.Module):
     At the start it is linear attention with the features of the exchange, or, without `powers`, the variant itself.
     """
 
+    # of a transfer from softmax, see `flowformer.linearize`
+    learns: bool = False
+    error: Tensor | None = None
+
     def __init__(self, exchange: Exchange, heads: int, key_heads: int, head_dim: int, **factory: Any) -> None:
         super().__init__()
         self.exchange, self.sizes = exchange, (heads, key_heads, head_dim)
