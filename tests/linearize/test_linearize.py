@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from helpers import ROOT
 from transformers import AutoModel, AutoModelForCausalLM
 
 from flowformer import FlowVariant
@@ -377,6 +379,14 @@ def test_a_trained_student_keeps_its_exchange(teacher):
     student.transfer(documents(30), LinearizeConfig(**options))
     with pytest.raises(ValueError, match="Linearize the model again"):
         student.transfer(documents(30), LinearizeConfig(**options, window=3))
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "linearize.md").read_text(), re.M | re.S)
+    monkeypatch.chdir(tmp_path)  # it saves a student
+    names = {}
+    exec(compile(code, "linearize.md", "exec"), names)
+    assert [stage.name for stage in names["report"].stages] == ["exchanged", "transfer", "lora"]
 
 
 def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):

@@ -36,8 +36,9 @@ def linearize(
 ) -> None:
     """Give a pretrained model Flow-Attention, and have it learn from what it was.
 
-    A file is one document for a decoder, and one for each line for an encoder. Ctrl-C leaves a checkpoint; the same
-    command with --resume goes on from it. For several GPUs run [bold]accelerate launch -m flowformer.cli linearize …[/bold].
+    A file is one document for a decoder; for an encoder each of its lines is one. Ctrl-C leaves a checkpoint; the same
+    command with --resume goes on from it. For several GPUs run
+    [bold]accelerate launch -m flowformer.cli linearize …[/bold].
     """
     from ..linearize import LinearizeConfig
     from ..linearize import linearize as exchange
@@ -76,7 +77,7 @@ def _load(model: str, encoder: bool) -> tuple[Any, Any]:
     place, options = model, {}
     if model.endswith(".gguf"):
         place, options = str(Path(model).parent), {"gguf_file": Path(model).name}
-    loaded = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(place, **options)
+    loaded: Any = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(place, **options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError) as error:

@@ -43,6 +43,7 @@ def linearize(model: PreTrainedModel, tokenizer: Any = None, config: LinearizeCo
         )
     if model.config.model_type == "flowformer" or is_flow(model.config):
         raise ValueError(f"this {type(model).__name__} has Flow-Attention already; linearize takes a softmax model.")
+    _check_weights(model)
     softmax = model.config._attn_implementation
     student = Student(model, tokenizer, softmax if softmax in ("sdpa", "eager") else "sdpa")
     model.set_attn_implementation(NAME)
@@ -53,6 +54,19 @@ def linearize(model: PreTrainedModel, tokenizer: Any = None, config: LinearizeCo
         model.set_attn_implementation(softmax)
         raise
     return student
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """Refuse packed weights; forget that plain ones were packed in their file, as those of GGUF are."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return
+    if not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise NotImplementedError(
+            f"this {type(model).__name__} has quantised weights, into which nothing can be merged. Load it without a "
+            "quantization_config; a GGUF file with GgufConfig(dequantize=True)."
+        )
+    quantizer.remove_quantization_config(model)
 
 
 class Student:
