@@ -216,6 +216,19 @@ def test_gradient_checkpointing_changes_nothing(teacher):
     torch.testing.assert_close(*results)
 
 
+def test_bfloat16_learns_too(teacher):
+    """Autocast leaves rotated queries and keys in float32 and rounds values: the attention takes both."""
+    student = linearize(teacher)
+    options = SHORT | {"transfer_tokens": 1000, "lora_tokens": 300, "precision": "bf16", "window": 3, "gain": True}
+    exchanged, transferred, lora = student.transfer(documents(30), LinearizeConfig(**options)).stages
+    assert sum(transferred.errors) < sum(exchanged.errors)
+    assert lora.loss is not None
+    assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}
+    half = student.model.bfloat16()
+    recomputed = half.generate(TOKENS, max_new_tokens=3, use_cache=False)
+    assert half.generate(TOKENS, max_new_tokens=3).shape == recomputed.shape
+
+
 def test_time_ends_a_transfer(teacher):
     student = linearize(teacher)
     report = student.transfer(documents(30), LinearizeConfig(**SHORT | {"minutes": 0.01, "lora_tokens": 10**9}))

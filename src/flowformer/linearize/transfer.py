@@ -137,7 +137,7 @@ def transfer_attention_forward(
     """
     tokens, softcap = tokens_of(module, query, key, attention_mask, is_causal, None, kwargs), kwargs.get("softcap")
     taught = softmax_attention(query, key, value, tokens, scaling, softcap)
-    heads = module.flow
+    heads = getattr(module, "flow", None)
     if isinstance(heads, FlowHeads):
         query, key, value = query.detach(), key.detach(), value.detach()
         with torch.set_grad_enabled(heads.learns):
