@@ -31,9 +31,13 @@ VARIANTS = {
     "softmax allocation, paper": FlowVariant(allocation="softmax", rescale=False),
     "no allocation": FlowVariant(allocation="none"),
     "plain linear": FlowVariant(competition="none", allocation="none"),
+    "renormalized": FlowVariant(renormalize=True),
+    "renormalized, sigmoid competition": FlowVariant(renormalize=True, competition="sigmoid", clamp=0.9, flow_eps=1e-3),
 }
-# those that causal kernels compute
-CAUSAL_KERNEL_VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
+# those that kernels compute
+CAUSAL_KERNEL_VARIANTS = {
+    name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax" and not variant.renormalize
+}
 
 
 def random_inputs(

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     # read when the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradients
+from helpers import CAUSAL_KERNEL_VARIANTS, VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
 from flowformer.ops import varlen
@@ -23,7 +23,7 @@ from flowformer.ops.triton.plan import cached_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
-SUPPORTED = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
+SUPPORTED = CAUSAL_KERNEL_VARIANTS
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 HALVES = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *HALVES]

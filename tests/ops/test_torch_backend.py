@@ -86,7 +86,7 @@ def test_cross_attention(sinks, sources, variant):
 def test_state(variant, past, masked):
     """Values and gradients through the state that comes in and the state that goes out."""
     inputs = random_inputs(sinks=67, value_dim=3)
-    state = FlowState.empty(2, 3, 4, 3, dtype=torch.float64)
+    state = FlowState.empty(2, 3, 4, 3, variant=variant, dtype=torch.float64)
     if past:
         _, state = flow_attention_recurrent(*random_inputs(sinks=past, value_dim=3, seed=1), variant=variant)
     mask = torch.rand(2, 67, generator=torch.Generator().manual_seed(2)) > 0.5 if masked else None

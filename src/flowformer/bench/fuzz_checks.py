@@ -318,7 +318,10 @@ def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, v
     maps = reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
     q = reference._features(query, query_mask, scale, **options)
     k = reference._features(key, key_mask, scale, **options)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0)
+    incoming = maps.incoming
+    if variant.renormalize:
+        incoming = reference._flow(q, (k * maps.competition[..., None]).sum(-2, keepdim=True), **options)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0)
     memory = k.mT @ (reference._valid(value, key_mask) * maps.competition[..., None])
     return (q @ memory * received[..., None]).to(query.dtype)
 

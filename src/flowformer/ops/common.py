@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Mask = Tensor | None  # (B, N) bool, True = takes part; None where every token does
+Powers = Tensor | None  # (2, H), exponents of competition and allocation, of a renormalised variant; None is 1
 State = tuple[Tensor, ...]  # sums, memory, scalars, as in `FlowState`
 
 # the arguments that end the schema of every operator: the scale, then what FlowVariant.as_args returns

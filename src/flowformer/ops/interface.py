@@ -31,6 +31,7 @@ def flow_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention in linear time, with competition among sources and allocation to sinks.
@@ -49,6 +50,9 @@ def flow_attention(
         scale: None is 1, as in the paper.
         enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
         variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
+        powers: (2, H), learned exponents of each head, for a variant with renormalize=True: τ of the competition,
+            c = m·softmax(τ Ô), and γ of the allocation, α = sigmoid(Î)^γ. None is 1, as in the paper; 0 leaves linear
+            attention, so that a model may begin there.
         backend: None takes the best that can run here; "triton", "torch" or "reference" insists. See `explain`.
 
     Returns: (B, H, N, E), in the dtype of the query. A query that is masked, or has no valid source, gives 0.
@@ -63,18 +67,25 @@ def flow_attention(
     torch.Size([1, 2, 5, 4])
     """
     if getattr(query, "is_nested", False):
-        options = {"scale": scale, "enable_gqa": enable_gqa, "variant": variant, "backend": backend}
+        options = {
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "variant": variant,
+            "powers": powers,
+            "backend": backend,
+        }
         return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
     scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
+    learned = _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, is_causal, variant)
     if not is_causal:
-        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
+        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant, **learned)
     mask = joint_mask(query_mask, key_mask)
-    return chosen.causal(query, key, value, mask, scale, variant)
+    return chosen.causal(query, key, value, mask, scale, variant, **learned)
 
 
 def _nested_attention(
@@ -118,6 +129,7 @@ def flow_attention_recurrent(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, FlowState]:
     """Causal attention of any number of new tokens, continued from the state of their past.
@@ -130,7 +142,7 @@ def flow_attention_recurrent(
         state: of the tokens before; None where there are none. It is not changed.
         key_mask: (B, N) bool, True = takes part, for prompts of unequal length, padded left or right. A padded token
             leaves the state as it is.
-        scale, enable_gqa, variant, backend: as for `flow_attention`.
+        scale, enable_gqa, variant, powers, backend: as for `flow_attention`.
 
     Returns: the result (B, H, N, E) and the state after the last token.
 
@@ -144,12 +156,13 @@ def flow_attention_recurrent(
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, None, key_mask)
     checks.causal_lengths(query, key)
-    if state is not None:
-        checks.state(state, query, value)
     scale, variant = checks.scale(scale), checks.variant(variant, True)
+    if state is not None:
+        checks.state(state, query, value, variant)
+    learned = _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
-    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
+    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant, **learned)
     return result, FlowState.unpack(end)
 
 
@@ -166,6 +179,7 @@ def flow_attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """`flow_attention` of sequences packed one after another: equal to a loop over them, without padding.
@@ -176,7 +190,7 @@ def flow_attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, 0 followed by where each sequence ends. Tokens after the
             last end belong to no sequence and give 0.
         max_seqlen_q, max_seqlen_k: the longest length, or anything above it.
-        is_causal, scale, enable_gqa, variant, backend: as for `flow_attention`.
+        is_causal, scale, enable_gqa, variant, powers, backend: as for `flow_attention`.
 
     Returns: (T, H, E). A sequence may be empty; queries of a sequence without keys give 0.
 
@@ -188,9 +202,9 @@ def flow_attention_varlen(
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    lengths, learned = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, is_causal, variant)
-    return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
+    return chosen.packed(query, key, value, lengths, is_causal, scale, variant, **learned)
 
 
 def flow_maps(
@@ -203,6 +217,7 @@ def flow_maps(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
 ) -> FlowMaps:
     """The flows behind an attention: incoming, outgoing, both after conservation, competition and allocation.
 
@@ -219,7 +234,8 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, options = checks.scale(scale), checks.variant(variant, is_causal).as_options()
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+    options = variant.as_options() | _learned(powers, query, variant)
     key = reference.repeat_heads(query, key)
     with without_autocast(query):
         if not is_causal:
@@ -261,6 +277,12 @@ def explain(
     chosen = backends.choose(backend, query, key, value, is_causal, variant)
     lines = [f"flow_attention, {kind}, {shapes}, {query.dtype} on {query.device}: {chosen.name}"]
     return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
+
+
+def _learned(powers: Tensor | None, query: Tensor, variant: FlowVariant) -> dict[str, Tensor]:
+    """The powers as an argument of the backends that know them; the others refuse the variant that they need."""
+    checked = checks.powers(powers, query, query.shape[1], variant)
+    return {} if checked is None else {"powers": checked}
 
 
 def _choose(backend: str | None, query: Tensor, *rest: Any) -> backends.Backend:

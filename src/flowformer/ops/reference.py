@@ -47,17 +47,26 @@ def bidirectional(
 def bidirectional_weights(
     query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
 ) -> Tensor:
-    """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes."""
+    """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes.
+
+    With `renormalize` they sum to α: I gives way to what a sink receives from competing sources, ⟨q, Σ c k⟩.
+    """
     maps = bidirectional_maps(query, key, query_mask, key_mask, scale, **variant)
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0)
+    incoming = maps.incoming
+    if variant.get("renormalize"):
+        incoming = _flow(q, (k * maps.competition[..., None]).sum(-2, keepdim=True), **variant)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0)
     return (q @ k.mT) * received[..., None] * maps.competition[..., None, :]
 
 
 def bidirectional_maps(
     query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
 ) -> FlowMaps:
-    """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to."""
+    """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to.
+
+    `powers` (2, H) are exponents of each head: c = m·softmax(τ Ô) and α = sigmoid(Î)^γ; the paper's are 1.
+    """
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
     sinks, sources = _columns(query_mask, q), _columns(key_mask, k)
     n, m = sinks.sum(-1, keepdim=True).to(q.dtype), sources.sum(-1, keepdim=True).to(q.dtype)
@@ -70,7 +79,8 @@ def bidirectional_maps(
     rescale = variant.get("rescale", True)
     match variant.get("competition", "softmax"):
         case "softmax":
-            flow = _clamped(conserved_outgoing, **variant).masked_fill(~sources, torch.finfo(q.dtype).min)
+            flow = _clamped(conserved_outgoing, **variant) * _power(0, **variant)
+            flow = flow.masked_fill(~sources, torch.finfo(q.dtype).min)
             axis = 1 if variant.get("competitors") == "heads" else -1
             competition = flow.softmax(axis) * (m if rescale else 1)
         case "sigmoid":
@@ -79,7 +89,8 @@ def bidirectional_maps(
             competition = torch.ones_like(outgoing)
     match variant.get("allocation", "sigmoid"):
         case "sigmoid":
-            allocation = (conserved_incoming * (n / m.clamp_min(1) if rescale else 1)).sigmoid()
+            flow = conserved_incoming * (n / m.clamp_min(1) if rescale else 1)
+            allocation = flow.sigmoid() ** _power(1, **variant)
         case "softmax":
             flow = conserved_incoming.masked_fill(~sinks, torch.finfo(q.dtype).min)
             allocation = flow.softmax(-1) * (n if rescale else 1)
@@ -104,12 +115,19 @@ def causal(
     The state of a head is everything the future needs of the past, in three tensors:
     sums (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I; memory (B, H, D, E) = Σ kᵀ c V; and scalars (B, H, 3) = the count of
     tokens, log Σ exp(Ô), and log Σ exp(Î), of which the last only serves `allocation="softmax"`.
+    With `renormalize` there is a fifth sum, Σ c k; with `powers`, τ Ô stands in the place of Ô.
     """
     maps, sums, scalars = _causal_maps(query, key, mask, state, scale, **variant)
     q, k, v = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant), _valid(value, mask)
     position = _position(_columns(mask, q), state)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0) / position
     contribution = k * maps.competition[..., None]
+    incoming = maps.incoming
+    if variant.get("renormalize"):
+        before = torch.zeros_like(sums[..., 0, :]) if state is None else state[0][..., 4, :]
+        competing_sum = _running_sum(before, contribution)
+        incoming = _flow(q, competing_sum[..., 1:, :], **variant) / position
+        sums = torch.cat([sums, competing_sum[..., -1:, :]], -2)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0) / position
     result = ((q @ contribution.mT).tril() * received[..., None]) @ v
     memory = contribution.mT @ v
     if state is not None:
@@ -122,7 +140,10 @@ def causal_weights(query: Tensor, key: Tensor, mask: Mask = None, scale: float =
     """The lower-triangular matrix W (B, H, N, N) with R = W V."""
     maps = causal_maps(query, key, mask, None, scale, **variant)
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0) / _position(_columns(mask, q), None)
+    position, incoming = _position(_columns(mask, q), None), maps.incoming
+    if variant.get("renormalize"):
+        incoming = _flow(q, (k * maps.competition[..., None]).cumsum(-2), **variant) / position
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0) / position
     return (q @ k.mT).tril() * received[..., None] * maps.competition[..., None, :]
 
 
@@ -166,7 +187,7 @@ def _causal_maps(
     bounded = _clamped(conserved_outgoing, **variant)
     match variant.get("competition", "softmax"):
         case "softmax":
-            share, log_outgoing = _running_softmax(bounded, valid, log_outgoing, count)
+            share, log_outgoing = _running_softmax(bounded * _power(0, **variant), valid, log_outgoing, count)
             competition = position * share
         case "sigmoid":
             competition = bounded.sigmoid()
@@ -174,7 +195,7 @@ def _causal_maps(
             competition = torch.ones_like(outgoing)
     match variant.get("allocation", "sigmoid"):
         case "sigmoid":
-            allocation = conserved_incoming.sigmoid()
+            allocation = conserved_incoming.sigmoid() ** _power(1, **variant)
         case "softmax":
             share, log_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count)
             allocation = position * share
@@ -195,6 +216,11 @@ def _flow(x: Tensor, total: Tensor, *, eps: float = 1e-6, flow_eps: float = 0.0,
 
 def _clamped(flow: Tensor, *, clamp: float | None = None, **_: Any) -> Tensor:
     return flow if clamp is None else flow.clamp(-clamp, clamp)
+
+
+def _power(index: int, *, powers: Tensor | None = None, **_: Any) -> Tensor | float:
+    """The exponent of the competition (0) or of the allocation (1) of each head, (H, 1)."""
+    return 1.0 if powers is None else powers[index, :, None]
 
 
 def _features(

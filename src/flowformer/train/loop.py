@@ -155,7 +155,7 @@ class Trainer:
         batches = self.batches(progress.step)
         final: dict[str, Any] | None = None
         try:
-            with _stop_requests() as stop_requested:
+            with stop_requests() as stop_requested:
                 while progress.step < self.steps:
                     started = time.perf_counter()
                     self._update([next(batches) for _ in range(config.accumulate)])
@@ -376,7 +376,7 @@ class Trainer:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C interrupts at once."""
     requested = False
 

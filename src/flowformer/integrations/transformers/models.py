@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
-from ...ops import FlowState
+from ...ops import FlowState, FlowVariant
 from ...ops.varlen import PaddedSequences
 from .attention import bounds
 from .cache import FlowCacheLayer
@@ -167,7 +167,8 @@ class FlowformerModel(FlowformerPreTrainedModel):
         """The state of sequences (B, N, W) that have not begun; quantised layers have no weights to tell its dtype."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         heads = self.config.num_attention_heads
-        return FlowState.empty(len(x), heads, self.config.hidden_size // heads, device=x.device, dtype=dtype)
+        sizes, variant = (len(x), heads, self.config.hidden_size // heads), FlowVariant(**self.config.variant)
+        return FlowState.empty(*sizes, variant=variant, device=x.device, dtype=dtype)
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
         """`_run` on packed sequences, each padded to a row of its own for the layers."""

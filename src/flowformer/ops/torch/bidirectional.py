@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, empty_result, sum_dtype, valid_values
+from ..common import Mask, Powers, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
@@ -79,13 +79,21 @@ def backward(
 
 
 def graph(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
-    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd where heads
-    compete."""
+    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd of variants
+    that have no operator."""
     block, query, key, value = one_block(query, key, value)
     inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-    flat, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1))
+    powers = None if powers is None else powers.repeat(1, len(query))
+    flat, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1), powers=powers)
     result: Tensor = flat.unflatten(0, query.shape[:2])
     return result.to(query.dtype)
 
@@ -132,11 +140,13 @@ def _block_forward(
     scratch: Callable[..., Tensor | None] = _no_scratch,
     out: Tensor | None = None,
     heads: int = 1,
+    powers: Tensor | None = None,
 ) -> tuple[Tensor, Flows]:
     """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
 
     Args:
         heads: of each sequence; needed where heads compete, which `_block_backward` does not support.
+        powers: (2, G), likewise; nor does it support a variant with `renormalize`.
     """
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
@@ -151,6 +161,8 @@ def _block_forward(
 
     if variant.clamp is not None:
         conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        conserved_outgoing = conserved_outgoing * powers[0, :, None]
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
             share = conserved_outgoing.unflatten(0, (len(k) // heads, heads)).softmax(1)
@@ -164,6 +176,7 @@ def _block_forward(
     match variant.allocation:
         case "sigmoid":
             allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1, :, None]
         case "softmax":
             allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
         case "none":
@@ -177,7 +190,10 @@ def _block_forward(
     memory = k.mT @ competing
     # matrix products go to scratch, which is in cache; only the last step writes to `out`, which is not
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
-    result = torch.mul(result, (allocation * inverse_incoming)[..., None], out=out)
+    received = allocation * inverse_incoming
+    if variant.renormalize:
+        received = allocation / _flow(q, _weighted_sum(competition, k), variant)
+    result = torch.mul(result, received[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
 

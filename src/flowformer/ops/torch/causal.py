@@ -8,14 +8,14 @@ a block, T chunks of a segment, C tokens of a chunk. The three tensors of a stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import Mask, State, empty_result, valid_values
+from ..common import Mask, Powers, State, empty_result, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
@@ -91,17 +91,69 @@ def backward(
 
 
 def graph(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> tuple[Tensor, State]:
     """`forward` as one graph of plain operators without loops: for export, at any length."""
-    block, query, key, value = one_block(query, key, value)
     segment = Segment.of(slice(None), query.shape[2], CHUNK)
-    start = tuple(block.sinks(part) for part in state)
-    q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
-    out, end = causal_segment.forward(q, k, v, segment.position(valid, start), valid, start, variant)
+    return _autograd([segment], query, key, value, mask, state, scale, variant, powers)
+
+
+def segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> tuple[Tensor, State]:
+    """`forward` of plain operators, for autograd of variants that have no operator."""
+    return _autograd(_segments(query), query, key, value, mask, state, scale, variant, powers)
+
+
+def _autograd(
+    parts: Iterable[Segment],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
+) -> tuple[Tensor, State]:
+    block, query, key, value = one_block(query, key, value)
+    sums, memory, scalars = (block.sinks(part) for part in state)
+    # a count has no gradient
+    carried: State = (sums, memory, torch.cat([scalars[:, :1].detach(), scalars[:, 1:]], -1))
+    powers = None if powers is None else powers.repeat(1, len(query))
+    results = []
+    if query.shape[2] == 0:
+        q, k, v = block.inputs(query, key, value)
+        results.append(q @ (k.mT @ v))  # nothing, but differentiable
+    for segment in parts:
+        q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+        if segment.chunks * segment.chunk == 1:
+            from . import decode
+
+            token = None if valid is None else valid[:, 0, 0]
+            out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant, powers)
+            results.append(out[:, None])
+            continue
+        position = segment.position(valid, carried)
+        out, carried = causal_segment.forward(q, k, v, position, valid, carried, variant, powers)
+        results.append(segment.join(out))
     rows = query.shape[:2]
-    result = segment.join(out).unflatten(0, rows).to(query.dtype)
-    return result, tuple(part.unflatten(0, rows) for part in end)
+    result: Tensor = torch.cat(results, 1).unflatten(0, rows)
+    return result.to(query.dtype), tuple(part.unflatten(0, rows) for part in carried)
 
 
 def empty_starts(query: Tensor, state: State) -> State:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, State
+from ..common import Mask, Powers, State
 from ..variant import FlowVariant
 
 
@@ -25,7 +25,7 @@ class SegmentFlows(NamedTuple):
 
     lower: Tensor  # P where the source is not after the sink, (G, T, C, C)
     upper: Tensor  # P where the sink is not after the source, (G, T, C, C)
-    sums: Tensor  # Σk, Σq, Σk/O, Σq/I before each chunk and after the last, (G, T + 1, 4, D)
+    sums: Tensor  # Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k, before each chunk and after the last, (G, T + 1, 4, D)
     memory: Tensor  # S likewise, (G, T + 1, D, E)
     inverse_incoming: Tensor  # 1/I, (G, T, C), as all below
     inverse_outgoing: Tensor  # 1/O
@@ -35,11 +35,19 @@ class SegmentFlows(NamedTuple):
     allocation: Tensor  # α, 0 where masked
     log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), the first entry is the state's
     log_incoming: Tensor | None  # the running log Σ exp(Î)
+    received: Tensor  # α/I, or with `renormalize` α/⟨q, Σ c k⟩
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
 def _flows(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> SegmentFlows:
     """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
     sums, memory, scalars = state
@@ -67,6 +75,8 @@ def _flows(
     conserved_outgoing = flow(k, conserved_query_sum[:, :-1], inside, row_k, row_q * inverse_incoming, sums[:, 3])
 
     bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        bounded = bounded * powers[0, :, None, None]
     running_outgoing: Tensor | None = None
     running_incoming: Tensor | None = None
     match variant.competition:
@@ -79,6 +89,7 @@ def _flows(
     match variant.allocation:
         case "sigmoid":
             allocation = conserved_incoming.sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1, :, None, None]
         case "softmax":
             allocation, running_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count, position)
         case "none":
@@ -86,12 +97,19 @@ def _flows(
     if valid is not None:
         competition, allocation = competition.masked_fill(~valid, 0), allocation.masked_fill(~valid, 0)
 
-    memories = _before((k * competition[..., None]).mT @ v, memory)
+    contribution = k * competition[..., None]
+    memories = _before(contribution.mT @ v, memory)
+    all_sums, received = [key_sum, query_sum, conserved_key_sum, conserved_query_sum], allocation * inverse_incoming
+    if variant.renormalize:
+        competing_sum = _before(contribution.sum(-2), sums[:, 4])
+        inside = (lower * competition[..., None, :]).sum(-1)
+        received = allocation / flow(q, competing_sum[:, :-1], inside, row_q, row_k * competition, sums[:, 4])
+        all_sums.append(competing_sum)
     total = count + (q.shape[1] * q.shape[2] if valid is None else valid.sum((-1, -2)))
     return SegmentFlows(
         lower,
         upper,
-        torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2),
+        torch.stack(all_sums, -2),
         memories,
         inverse_incoming,
         inverse_outgoing,
@@ -101,17 +119,25 @@ def _flows(
         allocation,
         running_outgoing,
         running_incoming,
+        received,
         total,
     )
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, valid: Mask, state: State, variant: FlowVariant
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> tuple[Tensor, State]:
-    """R, (G, T, C, E), and the state after the segment."""
-    s = _flows(q, k, v, position, valid, state, variant)
+    """R, (G, T, C, E), and the state after the segment; powers (2, G) are for plain autograd, not for `backward`."""
+    s = _flows(q, k, v, position, valid, state, variant, powers)
     result = q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ v
-    result *= (s.allocation * s.inverse_incoming / position)[..., None]
+    result *= (s.received / position)[..., None]
     logs = [
         start if running is None else torch.where(s.tokens > 0, running[:, -1], -torch.inf)
         for running, start in ((s.log_outgoing, state[2][:, 1]), (s.log_incoming, state[2][:, 2]))
@@ -134,7 +160,7 @@ def backward(
     s = _flows(q, k, v, position, valid, state, variant)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
-    received = s.allocation * inverse_in / position
+    received = s.received / position
 
     # R = α/(I D) · q S, where S holds the chunks before and, by P, the tokens of this one
     grad_memory = _after((q * received[..., None]).mT @ grad, grad_state[1])

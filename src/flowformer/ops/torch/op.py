@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, Mask, State, differentiate, distinct, empty_result, register, register_vmap
+from ..common import VARIANT, Mask, Powers, State, differentiate, distinct, empty_result, register, register_vmap
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -19,6 +19,7 @@ from .causal import backward as causal_backward
 from .causal import empty_starts
 from .causal import forward as causal_forward
 from .causal import graph as causal_graph
+from .causal import segments as causal_segments
 
 if TYPE_CHECKING:
     from ..varlen import Lengths
@@ -37,50 +38,71 @@ def by_name(query: Tensor) -> bool:
 
 
 def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention`."""
-    if torch.compiler.is_exporting() or variant.competitors == "heads":
+    if torch.compiler.is_exporting() or not variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
-            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
+            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant, powers)
     tensors = query, key, value, query_mask, key_mask
     result: Tensor = _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
     return result
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
+) -> Tensor:
     """See `flow_attention`."""
-    return recurrent(query, key, value, mask, None, scale, variant)[0]
+    return recurrent(query, key, value, mask, None, scale, variant, powers)[0]
 
 
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if state is None:
-        state = empty_state(query, value)
-    if torch.compiler.is_exporting():
+        state = empty_state(query, value, variant)
+    if torch.compiler.is_exporting() or not variant.has_operator:
+        run = causal_graph if torch.compiler.is_exporting() else causal_segments
         with torch.autocast(query.device.type, enabled=False):
-            return causal_graph(query, key, value, mask, state, scale, variant)
+            return run(query, key, value, mask, state, scale, variant, powers)
     tensors = query, key, value, mask, *state
     result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
     return result, tuple(rest[:3])
 
 
 def packed(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention_varlen`."""
-    if variant.competitors == "heads" and not torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or not variant.has_operator:
         # here, as in the other functions for packed sequences: every import of the package would pay for it
-        from ..varlen import starts_and_lengths
-
-        starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
-    if torch.compiler.is_exporting() or variant.competitors == "heads":
         from . import varlen
 
+        run = varlen.graph if torch.compiler.is_exporting() else varlen.groups
         with torch.autocast(query.device.type, enabled=False):
-            return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
+            return run(query, key, value, lengths, is_causal, scale, variant, powers)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
     result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
     return result

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common import Powers
 from ..state import empty_state
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -65,17 +66,47 @@ def backward(
     return grads
 
 
-def graph(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+def groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
 ) -> Tensor:
-    """`forward` as one graph of plain operators that depends on no length: for export, and where heads compete."""
+    """`forward` of plain operators, for autograd of variants that have no operator."""
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for group in _groups(query, key, lengths, is_causal):
+        q, k, v = group.sinks.pad(query), group.sources.pad(key), group.sources.pad(value)
+        if is_causal:
+            state = empty_state(q, v, variant)
+            out, _ = causal.segments(q, k, v, group.sinks.mask, state, scale, variant, powers)
+        else:
+            out = bidirectional.graph(q, k, v, group.sinks.mask, group.sources.mask, scale, variant, powers)
+        group.sinks.unpad(out, result)
+    return result
+
+
+def graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
+) -> Tensor:
+    """`forward` as one graph of plain operators that depends on no length: for export."""
     sinks = PaddedSequences.all(lengths[0], lengths[2])
     sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])
     q, k, v = sinks.pad(query), sources.pad(key), sources.pad(value)
     if is_causal:
-        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v), scale, variant)
+        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v, variant), scale, variant, powers)
     else:
-        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant)
+        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant, powers)
     result = query.new_zeros(query.shape[0], *out.shape[1::2])
     # a position without a token holds 0, so it adds nothing to the token 0 that it points at
     return result.index_add(0, sinks.tokens.flatten(), out.transpose(1, 2).flatten(0, 1))
