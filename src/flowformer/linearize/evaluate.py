@@ -186,7 +186,7 @@ def generation_speed(model: Any, positions: Iterable[int], batch_size: int = 1, 
     """
     from transformers import DynamicCache
 
-    device, words = model.device, model.config.vocab_size
+    device, words = model.device, model.config.get_text_config().vocab_size
     cache, length, rows = DynamicCache(config=model.config), 0, []
     generator = torch.Generator().manual_seed(0)
     for position in positions:

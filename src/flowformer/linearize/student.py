@@ -108,7 +108,7 @@ class Student:
     @property
     def is_decoder(self) -> bool:
         """Whether its tokens see only those before them."""
-        return bool(getattr(self.layers[0], "is_causal", False))
+        return any(getattr(layer, "is_causal", False) is True for layer in self.layers)
 
     @property
     def tokenizer(self) -> Any:
@@ -126,6 +126,12 @@ class Student:
             raise ValueError(
                 f"this student has learned with {self.config_of_exchange.exchange} and cannot go on with "
                 f"{config.exchange}. Linearize the model again."
+            )
+        stacks = {id(part.config) for part in parts_of(self.model) if is_flow(part.config)}
+        if config.keep_layers and len(stacks) > 1:
+            raise NotImplementedError(
+                f"keep_layers counts the layers of one stack, but {type(self.model).__name__} has {len(stacks)}. Keep "
+                "whole parts instead: linearize the part that is to change."
             )
         self.config_of_exchange = config
         if self.trained:

@@ -108,7 +108,10 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     documents = tokenize(texts, student.tokenizer)
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
-    largest, words = max(int(document.max()) for document in documents), student.model.config.vocab_size
+    largest, words = (
+        max(int(document.max()) for document in documents),
+        student.model.config.get_text_config().vocab_size,
+    )
     if largest >= words:
         raise ValueError(
             f"a document has token {largest}, but the model knows {words}. Is the tokenizer another model's?"
