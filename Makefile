@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 
-.PHONY: test quick test-oldest demo lint docs bench clean
+.PHONY: test quick mutation test-oldest demo lint docs bench clean
 
 # the documentation is built by tests/test_docs.py
 test: lint
@@ -14,8 +14,13 @@ test: lint
 quick: lint
 	$(BIN)/python -m pytest -n 2 $(QUICK)
 
-QUICK := tests/ops/test_backends.py tests/ops/test_checks.py tests/ops/test_laws.py tests/ops/test_torch_backend.py \
-	tests/nn tests/test_imports.py tests/test_utils.py
+QUICK := tests/ops/test_backends.py tests/ops/test_checks.py tests/ops/test_laws.py tests/ops/test_state.py \
+	tests/ops/test_torch_backend.py tests/ops/test_variant.py tests/baselines/test_attention_laws.py tests/nn \
+	tests/test_imports.py tests/test_mutation.py tests/test_utils.py
+
+# makes faults in a copy of the code, one at a time: each must fail a test
+mutation: $(VENV)/installed
+	$(BIN)/python tests/mutation.py
 
 demo: $(VENV)/installed
 	$(BIN)/flowformer demo

@@ -1,15 +1,36 @@
 """Settings for every test."""
 
+import contextlib
+import functools
 import os
 
 import pytest
 import torch
 
-# the workers of pytest-xdist would otherwise fight for the cores
-torch.set_num_threads(1)
 # Triton reads this when it is imported, which any test may be the first to do
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        patch_language = interpreter._patch_lang
+
+        @functools.cache
+        def patch_language_once(function):
+            """The interpreter patches its language in every call of a device function, most of the time of a kernel."""
+            patch_language(function)
+            return interpreter._LangPatchScope()  # with nothing to restore
+
+        interpreter._patch_lang = patch_language_once
+
+
+def pytest_runtest_setup(item):
+    """One thread: the workers of pytest-xdist would fight for the cores.
+
+    Before each test, since numba, by which aeon computes DTW, sets the number of threads of torch as well: two on two
+    busy cores made every update of the small models take forty times as long.
+    """
+    torch.set_num_threads(1)
 
 
 ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}

@@ -31,9 +31,13 @@ VARIANTS = {
     "softmax allocation, paper": FlowVariant(allocation="softmax", rescale=False),
     "no allocation": FlowVariant(allocation="none"),
     "plain linear": FlowVariant(competition="none", allocation="none"),
+    "renormalized": FlowVariant(renormalize=True),
+    "renormalized, sigmoid competition": FlowVariant(renormalize=True, competition="sigmoid", clamp=0.9, flow_eps=1e-3),
 }
-# those that causal kernels compute
-CAUSAL_KERNEL_VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
+# those that kernels compute
+CAUSAL_KERNEL_VARIANTS = {
+    name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax" and not variant.renormalize
+}
 
 
 def random_inputs(
@@ -84,6 +88,16 @@ def randomized(module: nn.Module, std: float) -> nn.Module:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
     return module.double().eval()
+
+
+def assert_like_gradients(model: nn.Module, rounded: Tensor, exact: Tensor) -> None:
+    """The gradients of a loss in low precision are those of the exact one, all parameters taken together."""
+    parameters = list(model.parameters())
+    found, truth = (
+        torch.cat([x.float().flatten() for x in torch.autograd.grad(loss, parameters, materialize_grads=True)])
+        for loss in (rounded, exact)
+    )
+    assert (found - truth).norm() < 0.05 * truth.norm()
 
 
 def allocated(function) -> tuple[int, int]:

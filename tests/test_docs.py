@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # their code needs data or prints what is checked: the tests of their subject run it
-RUN_ELSEWHERE = ("aeon.md", "gymnasium.md", "rivals.md", "timm.md", "transformers.md")
+RUN_ELSEWHERE = ("aeon.md", "gymnasium.md", "linearize.md", "rivals.md", "timm.md", "transformers.md")
 
 
 def code_of(page):
@@ -54,6 +54,7 @@ def test_code_runs(code, page):
 def test_code_of_the_other_pages_is_run():
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_integrations_*.py"))
     tests += "".join(path.read_text() for path in Path(__file__).parent.rglob("test_baselines*.py"))
+    tests += "".join(path.read_text() for path in Path(__file__).parent.rglob("test_linearize*.py"))
     for name in RUN_ELSEWHERE:
         assert code_of(ROOT / "docs" / name)
         assert name in tests

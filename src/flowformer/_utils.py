@@ -9,8 +9,10 @@ import difflib
 import importlib
 import os
 import subprocess
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from numbers import Integral
 from pathlib import Path
 from typing import IO, Any, Literal, get_args, get_origin, get_type_hints
@@ -40,10 +42,14 @@ def check_choice(what: str, value: str, accepted: Collection[str]) -> None:
 
 def check_literals(config: Any) -> None:
     """Raise unless every field with a Literal type holds one of its values."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal:
-            check_choice(name, value, get_args(hint))
+    for name, accepted in _literals(config.__class__).items():
+        check_choice(name, getattr(config, name), accepted)
+
+
+@cache
+def _literals(kind: type) -> dict[str, tuple[str, ...]]:
+    """The values of each field with a Literal type; a table of runs builds thousands of configs of few classes."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
 def check_options(owner: str, options: Iterable[str], accepted: Collection[str]) -> None:
@@ -78,19 +84,20 @@ def optional_import(module: str, extra: str) -> Any:
         raise ImportError(f"{package} is not installed; pip install 'flowformer[{extra}]' brings it.") from error
 
 
-def names_from(module: str, homes: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are defined elsewhere and imported when they are asked for.
+def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module some of whose public names have moved: they still work there, with a warning.
 
     Args:
         module: its `__name__`.
-        homes: the names by the module that defines them.
+        homes: for each old name the new one, with its module.
     """
 
     def find(name: str) -> Any:
-        for home, names in homes.items():
-            if name in names:
-                return getattr(importlib.import_module(home), name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, new = homes[name].rpartition(".")
+        warnings.warn(f"{module}.{name} is now {homes[name]}.", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(home), new)
 
     return find
 

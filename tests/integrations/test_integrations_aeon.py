@@ -23,7 +23,8 @@ from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 
-from flowformer.integrations.aeon import FlowformerClassifier, FlowformerRegressor
+from flowformer.integrations.aeon import FlowformerTimeSeriesClassifier as FlowformerClassifier
+from flowformer.integrations.aeon import FlowformerTimeSeriesRegressor as FlowformerRegressor
 from flowformer.models import FlowformerTimeSeries
 
 SMALL = {"embed_dim": 16, "num_layers": 1, "num_heads": 2, "n_epochs": 3, "batch_size": 8, "random_state": 0}

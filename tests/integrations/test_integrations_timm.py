@@ -14,7 +14,8 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 import flowformer.integrations.timm as integration
-from flowformer.integrations.timm import FlowAttention, TimmFlowDeiT, TimmFlowformer
+from flowformer.integrations.timm import TimmFlowAttention as FlowAttention
+from flowformer.integrations.timm import TimmFlowDeiT, TimmFlowformer
 from flowformer.models.vision import DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig, VisionLayer
 
 MODELS = {

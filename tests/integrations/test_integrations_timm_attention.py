@@ -12,7 +12,7 @@ from timm.data.naflex_transforms import patchify_image
 from timm.layers import set_exportable, set_fused_attn
 from torch import nn
 
-from flowformer.integrations.timm import FlowAttention
+from flowformer.integrations.timm import TimmFlowAttention as FlowAttention
 from flowformer.integrations.timm import attention as integration
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import ROOT
 from timm.layers import Attention
 
-from flowformer.integrations.timm import FlowAttention
+from flowformer.integrations.timm import TimmFlowAttention as FlowAttention
 
 PAGE = (ROOT / "docs" / "timm.md").read_text()
 

@@ -279,8 +279,6 @@ def test_what_a_cache_cannot_do_is_said():
     cache = model(PROMPTS).past_key_values
     with pytest.raises(NotImplementedError, match="cannot forget"):
         cache.crop(-1)
-    with pytest.raises(NotImplementedError, match="sums, not keys"):
-        cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
     with pytest.raises(TypeError, match=r"DynamicCache that cannot hold.*config=model\.config"):
         model(PROMPTS, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="not supported with stateful"):

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, oracle
+from helpers import ROOT, assert_like_gradients, oracle
 from torch import nn
 
 from flowformer.models.classifier import PRESETS, ClassifierConfig, FlowformerClassifier, FlowformerPairClassifier
@@ -246,8 +246,11 @@ def test_dropout_reaches_the_embeddings():
 
 @every_config
 @torch.no_grad()
-def test_sequence_of_padding_alone_is_finite(config):
-    assert build(config)(torch.zeros(2, 5, dtype=torch.long)).isfinite().all()
+def test_sequence_of_padding_alone(config):
+    """It gives one result, however long it is and whatever stands beside it."""
+    model, tokens = build(config), random_tokens(length=9)
+    tokens[0] = 0
+    torch.testing.assert_close(model(torch.zeros(1, 5, dtype=torch.long))[0], model(tokens)[0])
 
 
 @torch.no_grad()
@@ -278,8 +281,7 @@ def test_bf16_autocast(cls):
         result = model(*inputs(cls))
     assert result.dtype == torch.bfloat16
     assert (result.float() - exact).norm() < 0.05 * exact.norm()
-    result.float().square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert_like_gradients(model, result.float().square().sum(), exact.square().sum())
 
 
 @both_classes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, VARIANTS, oracle, randomized
+from helpers import ROOT, VARIANTS, assert_like_gradients, oracle, randomized
 from torch import nn
 
 from flowformer import FlowVariant
@@ -196,8 +196,8 @@ def test_interpolated_positions_keep_the_dtype_of_the_model():
     result = positions(torch.zeros(1, 64, 3, dtype=torch.bfloat16), (8, 8))
     assert result.dtype == torch.bfloat16
     result.float().sum().backward()
-    assert positions.weight.grad.isfinite().all()
-    assert positions.weight.grad.any()
+    # each of the 16 vectors has its share of the 64 cells
+    torch.testing.assert_close(positions.weight.grad.float().sum(0), torch.full((3,), 64.0), rtol=0.01, atol=0)
 
 
 def test_drop_path_drops_whole_images_and_keeps_the_mean():
@@ -274,8 +274,7 @@ def test_autocast(model_class):
     assert logits.dtype == torch.bfloat16
     exact = model(images)
     assert (logits - exact).norm() < 0.05 * exact.norm()
-    logits.float().square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert_like_gradients(model, logits.float().square().sum(), exact.square().sum())
 
 
 @MODELS

@@ -9,7 +9,7 @@ import torch
 from helpers import random_inputs
 
 from flowformer import FlowVariant, baselines, flow_attention
-from flowformer.nn import FlowAttention, build_attention, matrix_maps, record_matrices
+from flowformer.nn import FlowAttention, FlowEncoderLayer, build_attention, matrix_maps, record_matrices
 from flowformer.ops import reference
 
 LENGTH = 13
@@ -92,6 +92,17 @@ def test_recording_needs_evaluation_an_attention_and_whole_sequences():
         pass
     with record_matrices(attention.eval()), pytest.raises(ValueError, match="got a state"):
         attention(torch.randn(1, 1, 8), state=attention.new_state(1))
+    with record_matrices(attention), pytest.raises(ValueError, match="got packed sequences"):
+        attention(torch.randn(1, 5, 8), cu_seqlens=torch.tensor([0, 2, 5]), max_seqlen=3)
+
+
+def test_a_layer_records_that_of_its_attention():
+    layer, x = FlowEncoderLayer(8, 2).eval(), torch.randn(2, 5, 8)
+    with record_matrices(layer) as of_layer:
+        layer(x)
+    with record_matrices(layer.attention) as of_attention:
+        layer.attention(layer.attention_norm(x))
+    assert torch.equal(of_layer[0].column_sums, of_attention[0].column_sums)
 
 
 class TestDegeneracy:

@@ -12,6 +12,7 @@ from torch import nn
 
 from flowformer import FlowVariant
 from flowformer.nn import (
+    FairseqPositions,
     FeedForward,
     FlowDecoder,
     FlowDecoderLayer,
@@ -263,6 +264,19 @@ def test_sinusoids_by_hand(width, base):
             assert table[1, p, i].item() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("base", [10000.0, 100.0])
+def test_sinusoids_of_fairseq_by_hand(width, base):
+    """Half of the width is sines, half cosines; wavelengths from 2π to 2π·base; the first token stands at 2."""
+    table = FairseqPositions(width, base)(torch.zeros(2, 50, width, dtype=torch.float64))
+    half = width // 2
+    for p in range(50):
+        for i in range(width):
+            angle = (p + 2) / base ** (i % max(half, 1) / max(half - 1, 1))
+            expected = 0.0 if i >= 2 * half else math.sin(angle) if i < half else math.cos(angle)
+            assert table[1, p, i].item() == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sinusoids_of_any_length_are_added_in_the_dtype_of_the_tokens(dtype):
     positions, far = SinusoidalPositions(8), torch.tensor([0, 3, 100_000])
@@ -282,7 +296,14 @@ def learned(length=16, width=WIDTH) -> LearnedPositions:
     return randomized(LearnedPositions(length, width), 0.5)
 
 
-@pytest.mark.parametrize("build", [lambda: SinusoidalPositions(WIDTH), learned], ids=["sinusoidal", "learned"])
+POSITIONS = pytest.mark.parametrize(
+    "build",
+    [lambda: SinusoidalPositions(WIDTH), lambda: FairseqPositions(WIDTH), learned],
+    ids=["sinusoidal", "fairseq", "learned"],
+)
+
+
+@POSITIONS
 def test_positions_of_left_padding_equal_alone(build):
     module, x, mask = build(), tokens(3), padding("left", (7, 4, 1), 7)
     shifted = module(x, token_positions(mask))
@@ -290,7 +311,7 @@ def test_positions_of_left_padding_equal_alone(build):
         assert torch.equal(shifted[row, mask[row]], module(x[row, mask[row]][None])[0])
 
 
-@pytest.mark.parametrize("build", [lambda: SinusoidalPositions(WIDTH), learned], ids=["sinusoidal", "learned"])
+@POSITIONS
 def test_positions_may_be_shared_by_the_batch(build):
     module, x = build(), tokens()
     assert torch.equal(module(x, torch.arange(7)), module(x))
@@ -336,7 +357,7 @@ def test_a_learned_table_ends():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("build", [lambda: SinusoidalPositions(WIDTH), learned], ids=["sinusoidal", "learned"])
+@POSITIONS
 def test_positions_refuse(build, error, arguments, message):
     with pytest.raises(error, match=message):
         build()(*arguments)

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     # read when the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-from helpers import VARIANTS, oracle, random_inputs, relative_error, with_gradients
+from helpers import CAUSAL_KERNEL_VARIANTS, VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
 from flowformer.ops import varlen
@@ -23,7 +23,7 @@ from flowformer.ops.triton.plan import cached_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
-SUPPORTED = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
+SUPPORTED = CAUSAL_KERNEL_VARIANTS
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 HALVES = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *HALVES]
@@ -125,14 +125,14 @@ def test_every_launch_configuration(precision, size):
     dtype = {"bf16": torch.bfloat16, "bf16x3": torch.float16}.get(precision, torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:
-        assert_as_exact(inputs(dim=size, sinks=40, dtype=dtype))
+        assert_as_exact(inputs(dim=size, sinks=25, dtype=dtype))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @either
 def test_more_values_than_one_program_holds():
-    assert_as_exact(inputs(dim=200, value_dim=130, sinks=40, sources=20))
+    assert_as_exact(inputs(dim=200, value_dim=130, sinks=25, sources=13))
 
 
 @either
@@ -253,10 +253,10 @@ def test_packed_without_a_sequence_gives_zero():
 
 
 def test_packed_longest_may_be_more_than_the_longest():
-    query, key, value = (x[0].transpose(0, 1) for x in inputs(sinks=100, dim=4))
-    bounds = torch.tensor([0, 30, 100], device=DEVICE)
+    query, key, value = (x[0].transpose(0, 1) for x in inputs(sinks=40, dim=4))
+    bounds = torch.tensor([0, 13, 40], device=DEVICE)
     right, high = (
-        kernels.packed(query, key, value, (bounds, bounds, longest, longest), 1.0, DEFAULT) for longest in (70, 1000)
+        kernels.packed(query, key, value, (bounds, bounds, longest, longest), 1.0, DEFAULT) for longest in (27, 100)
     )
     assert relative_error(high, right) < 1e-6
 
@@ -303,12 +303,17 @@ def test_many_sinks_for_few_sources_do_not_overflow(feature_map):
 
 @pytest.mark.parametrize("name", ["default", "relu", "elu+1"])
 @pytest.mark.parametrize("dtype", ALL)
-def test_saturated_inputs_stay_finite(name, dtype):
+def test_saturated_inputs(name, dtype):
     for sign in (1, -1):
         query, key, value = inputs(sinks=20, dim=4, dtype=dtype)
         hot = 1e4 * query, sign * 1e4 * key.abs(), value
-        for out in with_gradients(lambda *x: run(*x, variant=VARIANTS[name]), hot):
-            assert out.isfinite().all()
+        variant = VARIANTS[name]
+        ours = with_gradients(lambda *x, variant=variant: run(*x, variant=variant), hot)
+        theirs = with_gradients(lambda *x, variant=variant: torch_op.bidirectional(*x, None, None, 1.0, variant), hot)
+        truth = with_gradients(lambda *x, variant=variant: oracle(*x, variant=variant), [x.double() for x in hot])
+        # where features are all 0 or all 1, the gradients of queries and keys are the rounding of what they cancel from
+        compare(*([each[0], each[3]] for each in (ours, theirs, truth)))
+        assert all(x.isfinite().all() for x in ours)
 
 
 def test_strides_are_taken_as_they_are():
@@ -334,7 +339,7 @@ def test_gradient_of_a_sum():
 @either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitwise_repeatable(dtype):
-    given = inputs(sinks=100, dim=8, heads=2, key_heads=1, dtype=dtype)
+    given = inputs(sinks=40, dim=8, heads=2, key_heads=1, dtype=dtype)
     first, second = with_gradients(run, given), with_gradients(run, given)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -342,8 +347,8 @@ def test_bitwise_repeatable(dtype):
 @either
 def test_every_number_is_written(monkeypatch):
     """Fresh memory is NaN: what is read before it is written spoils the result."""
-    given = inputs(sinks=70, sources=40, dim=5, value_dim=3, heads=2, key_heads=1)
-    key_mask = torch.arange(40, device=DEVICE)[None] < 30
+    given = inputs(sinks=40, sources=30, dim=5, value_dim=3, heads=2, key_heads=1)
+    key_mask = torch.arange(30, device=DEVICE)[None] < 20
     expected = with_gradients(lambda *x: run(*x, None, key_mask), given)
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))

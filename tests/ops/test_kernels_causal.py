@@ -184,20 +184,17 @@ def test_masks_with_holes_and_without_any_token(monkeypatch):
     mask[0, ::3] = False
     mask[1] = False
     inputs = inputs_of(batch=3, heads=1, sinks=36, value_dim=20)
-    results = with_gradients(run(mask), inputs)
-    assert all(not x[1].any() for x in results)
-    keep = torch.tensor([0, 2], device=DEVICE)
-    check([x[keep] for x in inputs], mask[keep])
+    assert all(not x[1].any() for x in check(inputs, mask))
 
 
 def test_query_heads_share_key_heads(monkeypatch):
     segments(monkeypatch, 2, 4)
-    check(inputs_of(batch=1, heads=4, key_heads=2, sinks=20, value_dim=3))
+    check(inputs_of(batch=1, heads=4, key_heads=2, sinks=17, value_dim=3))
 
 
 def test_autocast_changes_nothing():
     """Kernels are not under its control, and what is added up for shared key heads keeps its dtype."""
-    inputs = inputs_of(torch.bfloat16, batch=1, heads=4, key_heads=2, sinks=20)
+    inputs = inputs_of(torch.bfloat16, batch=1, heads=2, key_heads=1, sinks=17)
     apart = with_gradients(run(), inputs)
     with torch.autocast(DEVICE, torch.float16 if DEVICE == "cuda" else torch.bfloat16):
         under = with_gradients(run(), inputs)
@@ -234,7 +231,7 @@ def test_a_sequence_can_be_cut_anywhere(cut, count, monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_heads_and_tiles_share_a_state(count, monkeypatch):
     segments(monkeypatch, count, 2)
-    check_cut(11, inputs_of(batch=1, heads=2, key_heads=1, sinks=60, dim=17, value_dim=40))
+    check_cut(11, inputs_of(batch=1, heads=2, key_heads=1, sinks=12 + 16 * count, dim=17, value_dim=40))
 
 
 def test_more_segments_than_are_added_up_at_once(monkeypatch):
@@ -328,7 +325,7 @@ def test_packed_refuses_keys_that_are_bound_otherwise():
 def test_small_inputs_keep_their_gradients(feature_map, dim, monkeypatch):
     """Features are then nearly φ(0): without an allocation, all of dQ is what remains after they cancel."""
     segments(monkeypatch, 2, 1)
-    sinks = 777 if DEVICE == "cuda" else 40
+    sinks = 777 if DEVICE == "cuda" else 20
     query, key, value = inputs_of(torch.bfloat16, batch=1, heads=1, sinks=sinks, dim=dim)
     given = query * 0.2, key * 0.2, value
     variant = FlowVariant(feature_map=feature_map, allocation="none", competition="none")
@@ -341,11 +338,17 @@ def test_small_inputs_keep_their_gradients(feature_map, dim, monkeypatch):
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e4])
-def test_finite_for_extreme_inputs(magnitude, monkeypatch):
+def test_extreme_inputs(magnitude, monkeypatch):
     segments(monkeypatch, 2, 1)
-    query, key, value = inputs_of(batch=1, heads=1, sinks=36)
-    results = with_gradients(run(), (query * magnitude, key * magnitude, value))
-    assert all(x.isfinite().all() for x in results)
+    query, key, value = inputs_of(batch=1, heads=1, sinks=33)
+    given = query * magnitude, key * magnitude, value
+    results = with_gradients(run(), given)
+    truths = with_gradients(lambda q, k, v: oracle(q, k, v, is_causal=True), [x.double() for x in given])
+    for index in (0, 3):
+        assert relative_error(results[index], truths[index]) < 1e-5, index
+    # features that are equal or saturated have gradients below the rounding of what they cancel from
+    for index in (1, 2):
+        torch.testing.assert_close(results[index].double(), truths[index], rtol=0, atol=1e-5)
 
 
 def test_exp_of_the_flows_may_overflow(monkeypatch):
@@ -360,7 +363,7 @@ def test_exp_of_the_flows_may_overflow(monkeypatch):
 
 def test_strides_are_kept_and_cost_nothing(monkeypatch):
     segments(monkeypatch, 2, 2)
-    inputs = inputs_of(batch=1, heads=2, sinks=20)
+    inputs = inputs_of(batch=1, heads=2, sinks=17)
     expected = with_gradients(run(), inputs)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     results = with_gradients(run(), turned)
@@ -371,8 +374,8 @@ def test_strides_are_kept_and_cost_nothing(monkeypatch):
 
 
 def test_twice_the_same_bits(monkeypatch):
-    segments(monkeypatch, 3, 1)
-    inputs = inputs_of(batch=1, heads=1, sinks=40)
+    segments(monkeypatch, 2, 1)
+    inputs = inputs_of(batch=1, heads=1, sinks=33)
     first, second = with_gradients(run(), inputs), with_gradients(run(), inputs)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -392,10 +395,11 @@ def poisoned_memory():
 def test_every_element_is_written(monkeypatch):
     """Fresh memory is NaN here, so that a number nobody wrote shows."""
     segments(monkeypatch, 2, 1)
-    inputs = inputs_of(batch=1, heads=1, sinks=37, dim=5, value_dim=3)
+    inputs = inputs_of(batch=1, heads=1, sinks=35, dim=5, value_dim=3)
+    expected = with_gradients(cut_in_two(18, kernels.recurrent), inputs)
     with poisoned_memory():
         results = with_gradients(cut_in_two(18, kernels.recurrent), inputs)
-    assert all(x.isfinite().all() for x in results)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0, 5), (2, 2, 0)])
@@ -413,7 +417,7 @@ def test_nothing_in_nothing_out(shape):
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_gradients_less_is_kept_and_the_result_is_the_same(count, monkeypatch):
     segments(monkeypatch, count, 2)
-    inputs = inputs_of(batch=1, heads=2, sinks=50)
+    inputs = inputs_of(batch=1, heads=2, sinks=16 * count + 1)
     for variant in (DEFAULT, FlowVariant(competition="none"), FlowVariant(allocation="none")):
         _, start = kernels.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, variant)
         result, end = kernels.recurrent(*(x.requires_grad_() for x in inputs), None, start, 1.0, variant)

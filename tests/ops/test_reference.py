@@ -69,10 +69,12 @@ def loop_bidirectional(Q, K, V, scale, variant):
         alpha = [(n if variant.rescale else 1) * math.exp(x) / sum(map(math.exp, conserved_in)) for x in conserved_in]
     else:
         alpha = [1.0] * n
+    competing = total(k, [1 / x for x in c])  # Σ c k
+    normalizer = [flow(row, competing, variant) for row in q] if variant.renormalize else I
     R = []
     for i in range(n):
         weights = [sum(a * b for a, b in zip(q[i], k[j], strict=True)) * c[j] for j in range(m)]
-        R.append([alpha[i] / I[i] * sum(weights[j] * V[j][e] for j in range(m)) for e in range(len(V[0]))])
+        R.append([alpha[i] / normalizer[i] * sum(weights[j] * V[j][e] for j in range(m)) for e in range(len(V[0]))])
     return R, (I, O, conserved_in, conserved_out, c, alpha)
 
 
@@ -94,7 +96,9 @@ def loop_causal(Q, K, V, scale, variant):
         else:
             alpha.append(1.0)
         weights = [sum(a * b for a, b in zip(q[t], k[s], strict=True)) * c[s] for s in range(D)]
-        R.append([alpha[t] / (I[t] * D) * sum(weights[s] * V[s][e] for s in range(D)) for e in range(len(V[0]))])
+        competing = total(k[:D], [1 / x for x in c])  # Σ c k
+        normalizer = flow(q[t], competing, variant) / D if variant.renormalize else I[t]
+        R.append([alpha[t] / (normalizer * D) * sum(weights[s] * V[s][e] for s in range(D)) for e in range(len(V[0]))])
     return R, (I, O, conserved_in, conserved_out, c, alpha)
 
 
@@ -150,7 +154,8 @@ class TestLoops:
             *(x[:, :, 2:] for x in inputs), state=state, **asdict(variant)
         )
         close(result[0, 0], rows[2:])
-        close(sums[0, 0], [total(k), total(q), total(k, O), total(q, I)])
+        competing = [total(k, [1 / x for x in c])] if variant.renormalize else []  # Σ c k
+        close(sums[0, 0], [total(k), total(q), total(k, O), total(q, I), *competing])
         close(memory[0, 0], [[sum(k[s][d] * c[s] * V[s][e] for s in range(5)) for e in range(3)] for d in range(2)])
         assert scalars[0, 0, 0] == 5
         if variant.competition == "softmax":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -85,7 +86,7 @@ def test_cross_attention(sinks, sources, variant):
 def test_state(variant, past, masked):
     """Values and gradients through the state that comes in and the state that goes out."""
     inputs = random_inputs(sinks=67, value_dim=3)
-    state = FlowState.empty(2, 3, 4, 3, dtype=torch.float64)
+    state = FlowState.empty(2, 3, 4, 3, variant=variant, dtype=torch.float64)
     if past:
         _, state = flow_attention_recurrent(*random_inputs(sinks=past, value_dim=3, seed=1), variant=variant)
     mask = torch.rand(2, 67, generator=torch.Generator().manual_seed(2)) > 0.5 if masked else None
@@ -132,33 +133,31 @@ class TestCorners:
             assert x[1].isfinite().all(), name
             assert (x[1] != 0).any(), name
 
-    @pytest.mark.parametrize(
-        ("content", "dtype"),
-        [
-            *((content, torch.float32) for content in ("hot", "hot features", "constant", "zero", "very negative")),
-            *((content, dtype) for content in ("hot features", "zero") for dtype in (torch.bfloat16, torch.float16)),
-        ],
-        ids=lambda x: str(x).removeprefix("torch."),
-    )
-    @pytest.mark.parametrize("length", [1, 70])
-    def test_finite(self, variant, is_causal, content, dtype, length):
+    def test_extreme_inputs(self, variant, is_causal):
+        """Constant, zero, saturated: the error stays that of the reference at the same dtype."""
+        options = {"is_causal": is_causal, "variant": variant}
+        for content, dtype, length, inputs in extreme_inputs():
+            ours, plain = (
+                with_gradients(lambda *x, backend=backend: flow_attention(*x, **options, backend=backend), inputs)
+                for backend in ("torch", "reference")
+            )
+            truths = with_gradients(lambda *x: oracle(*x, **options), [x.double() for x in inputs])
+            for name, x, other, truth in zip(NAMES, ours, plain, truths, strict=True):
+                rounding = 5 * max(torch.finfo(dtype).eps * truth.norm(), (other.double() - truth).norm())
+                # gradients of queries and keys that cancel to nothing are as large as what they cancel from is rounded
+                assert (x.double() - truth).norm() <= rounding + 1e-6, (name, content, dtype, length)
+
+
+def extreme_inputs():
+    """What they are, dtype, length, and query, key and value."""
+    for length, dtype in itertools.product((1, 70), (torch.float32, torch.bfloat16, torch.float16)):
         query, key, value = random_inputs(sinks=length, dim=8, dtype=dtype)
-        match content:
-            case "hot":
-                query, key, value = (1e4 * x.sign() for x in (query, key, value))
-            case "hot features":
-                query, key = 1e4 * query.sign(), 1e4 * key.sign()
-            case "constant":
-                query, key, value = (torch.full_like(x, 0.3) for x in (query, key, value))
-            case "zero":
-                query, key, value = (torch.zeros_like(x) for x in (query, key, value))
-            case "very negative":
-                query, key = -query.abs() * 30, -key.abs() * 30
-        tensors = with_gradients(
-            lambda *x: flow_attention(*x, is_causal=is_causal, variant=variant, backend="torch"), (query, key, value)
-        )
-        for name, x in zip(NAMES, tensors, strict=True):
-            assert x.isfinite().all(), name
+        yield "hot features", dtype, length, (1e4 * query.sign(), 1e4 * key.sign(), value)
+        yield "zero", dtype, length, tuple(torch.zeros_like(x) for x in (query, key, value))
+        if dtype == torch.float32:
+            yield "hot", dtype, length, tuple(1e4 * x.sign() for x in (query, key, value))
+            yield "constant", dtype, length, tuple(torch.full_like(x, 0.3) for x in (query, key, value))
+            yield "very negative", dtype, length, (-30 * query.abs(), -30 * key.abs(), value)
 
 
 class TestEmptySides:
@@ -235,8 +234,11 @@ def poisoned_memory():
 @pytest.mark.parametrize("length", [1, 67, 1100])
 def test_no_fresh_memory_is_read(poisoned_memory, variant, length):
     for name, call in every_call(random_inputs(sinks=length), variant):
-        for x in with_gradients(call, random_inputs(sinks=length)):
-            assert x.isfinite().all(), name
+        poisoned = with_gradients(call, random_inputs(sinks=length))
+        torch.use_deterministic_algorithms(False)
+        expected = with_gradients(call, random_inputs(sinks=length))
+        torch.use_deterministic_algorithms(True)
+        assert all(map(torch.equal, poisoned, expected)), name
 
 
 @EVERY_VARIANT
@@ -274,12 +276,10 @@ class TestMemory:
         def train():
             result = flow_attention(*inputs, is_causal=is_causal, variant=VARIANTS[variant], backend="torch")
             result.backward(torch.ones_like(result))
-            assert result.isfinite().all()
 
         largest, highest = allocated(train)
         assert largest == inputs[0].nbytes
         assert highest <= 12 * inputs[0].nbytes
-        assert all(x.grad.isfinite().all() for x in inputs)
 
     def test_little_is_kept_for_the_backward_pass(self, is_causal):
         inputs = [x.requires_grad_() for x in random_inputs(1, 2, 20000, dim=16, dtype=torch.float32)]

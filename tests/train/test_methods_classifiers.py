@@ -369,14 +369,3 @@ def test_averages_are_those_of_the_paper():
     games = [name for name in recipes.names() if name.startswith("d4rl/")]
     for name, average in {"bc": 51.9, "awac": 50.1}.items():
         assert sum(paper.paper_score(each, name) for each in games) / 9 == pytest.approx(average, abs=0.06)
-
-
-def test_old_imports_still_work():
-    from flowformer.baselines import offline_rl, tcn, timeseries
-    from flowformer.baselines.timeseries import classifier as old
-
-    assert old is classifier
-    assert (timeseries.LSTMClassifier, tcn.TemporalEncoder) == (LSTMClassifier, TemporalEncoder)
-    assert offline_rl.AWAC.__name__ == "AWAC"
-    with pytest.raises(AttributeError, match=r"module 'flowformer.baselines.tcn' has no attribute 'nothing'"):
-        _ = tcn.nothing

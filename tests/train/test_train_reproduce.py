@@ -14,6 +14,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flowformer.cli import app
@@ -113,6 +114,15 @@ class TestList:
         assert listed[0]["name"].endswith("/flow"), "the most telling first"
         assert "98.9" in flowformer("reproduce", "uea", *CELL, "--list", "--out", tmp_path)
 
+    @pytest.mark.parametrize(("width", "columns"), [(200, 5), (80, 4), (65, 2), (30, 2)])
+    def test_a_name_stays_on_one_line_in_any_terminal(self, tmp_path, monkeypatch, width, columns):
+        monkeypatch.setattr("flowformer.cli.tables.console", Console(width=width))
+        output = flowformer("reproduce", "uea", "--seeds", 1, "--list", "--out", tmp_path, "--data", tmp_path)
+        header, *rows = output.splitlines()
+        names = {job.name for job in reproduce.jobs("uea", tmp_path, data_dir=tmp_path)}
+        assert header.split() == ["cell", "state", "seed", "paper", "minutes"][:columns]
+        assert names == {row.split()[0] for row in rows if row.startswith("uea/")}
+
     def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
@@ -147,15 +157,17 @@ class TestList:
         assert "Traceback" not in output
 
 
+KILLED = ["uea", *CELL, "--seeds", 2, "--pack", 2]
+CHANGES = [*TINY, "steps=240", "eval_every=120", "checkpoint_every=20"]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A table of three runs side by side, never disturbed."""
+    """The runs of a table, one after another in this process, never disturbed."""
     out = tmp_path_factory.mktemp("whole")
-    assert program(*KILLED, "--out", out).wait(timeout=600) == 0
+    for each in reproduce.jobs("uea", out, cells=CELL[1:], seeds=2, overrides=CHANGES):
+        flowformer(*each.command)
     return out
-
-
-KILLED = ["uea", *CELL, "--seeds", 3, "--pack", 3, *TINY, "steps=400", "eval_every=100", "checkpoint_every=20"]
 
 
 def numbers(out):
@@ -172,26 +184,33 @@ def numbers(out):
 
 
 def test_kill_9_changes_nothing(whole, tmp_path):
-    """Of the queue, in the middle of three packed runs; then the same command."""
-    process = program(*KILLED, "--out", tmp_path)
-    wait_for(lambda: len(list(tmp_path.rglob("step-*/progress.json"))) >= 3)
+    """Of the queue, in the middle of two packed runs; then the same command."""
+    process = program(*KILLED, *CHANGES, "--out", tmp_path)
+    wait_for(lambda: len(list(tmp_path.rglob("step-*/progress.json"))) >= 2)
     process.kill()
     process.wait()
     assert not list(tmp_path.rglob("result.json"))
-    assert program(*KILLED, "--out", tmp_path).wait(timeout=600) == 0
+    flowformer("reproduce", *KILLED, *CHANGES, "--out", tmp_path)
     assert numbers(tmp_path) == numbers(whole)
     assert (tmp_path / "results.html").exists()
     assert not list(tmp_path.rglob("checkpoints")), "finished runs keep none"
-    text = (whole / "results.md").read_text()
+    text = (tmp_path / "results.md").read_text()
     assert "± " in text
     assert "Flowformer (model.embed_dim=16" in text
     assert "paper 98.9" not in text, "it is not the recipe"
 
 
+ENDLESS = [*TINY, "steps=1000000", "checkpoint_every=1000000"]
+
+
+def on_their_way(out):
+    """The number of runs that made an update."""
+    return sum(path.stat().st_size > 0 for path in out.rglob("log.jsonl"))
+
+
 def test_the_time_is_kept(tmp_path, monkeypatch):
     """Every unfinished run has a checkpoint, and the same command goes on."""
-    changes = [*TINY, "steps=1000000", "checkpoint_every=1000000"]
-    jobs = reproduce.jobs("uea", tmp_path, cells=CELL[1:], seeds=2, overrides=changes)
+    jobs = reproduce.jobs("uea", tmp_path, cells=CELL[1:], seeds=2, overrides=ENDLESS)
 
     class Clock:
         """29 of the 30 minutes are over when both runs are on their way."""
@@ -200,8 +219,7 @@ def test_the_time_is_kept(tmp_path, monkeypatch):
 
         @staticmethod
         def monotonic():
-            begun = sum(path.stat().st_size > 0 for path in tmp_path.rglob("log.jsonl"))
-            return time.monotonic() + (29.05 * 60 if begun == 2 else 0)
+            return time.monotonic() + (29.05 * 60 if on_their_way(tmp_path) == 2 else 0)
 
     monkeypatch.setattr(reproduce, "time", Clock)
     made = reproduce.Queue(jobs, tmp_path, pack=2, minutes=30)
@@ -210,6 +228,26 @@ def test_the_time_is_kept(tmp_path, monkeypatch):
     assert not made.failed
     assert len(list(tmp_path.rglob("step-*/progress.json"))) == 2
     assert all(job.state().startswith("to do from step-") for job in jobs)
+
+
+def test_sigterm_leaves_checkpoints(tmp_path, monkeypatch):
+    class Clock:
+        """The queue gets its signal while it waits for a run that is on its way."""
+
+        monotonic = time.monotonic
+
+        @staticmethod
+        def sleep(seconds):
+            if on_their_way(tmp_path):
+                signal.raise_signal(signal.SIGTERM)
+            time.sleep(seconds)
+
+    monkeypatch.setattr(reproduce, "time", Clock)
+    long = ["uea", *CELL, "--seeds", "1", "--pack", "1", *ENDLESS]
+    result = CliRunner().invoke(app, ["reproduce", *long, "--out", str(tmp_path)])
+    assert result.exit_code == 130
+    assert len(list(tmp_path.rglob("step-*/progress.json"))) == 1
+    assert claims.owner(next(Path(tmp_path).rglob("checkpoints")).parent) is None
 
 
 def queue(tmp_path, *jobs):
@@ -222,7 +260,7 @@ def job(tmp_path, *command, name="a"):
 
 
 def test_a_failed_run_stops_no_other(tmp_path):
-    made = queue(tmp_path, job(tmp_path, "train", "uea/Nothing"), job(tmp_path, "env", name="b"))
+    made = queue(tmp_path, job(tmp_path, "train", "uea/Nothing"), job(tmp_path, "--help", name="b"))
     made.run()
     assert "unknown recipe 'uea/Nothing'" in made.failed["a, seed 0"]
     assert "it ended with code 0" in made.failed["b, seed 0"]
@@ -239,6 +277,7 @@ def test_a_full_disk_is_said_before_anything_is_started(tmp_path, monkeypatch):
 
 def test_a_disk_that_fills_up_stops_the_queue(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "_message", lambda log, code: os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(sys, "executable", "false")
     made = queue(tmp_path, job(tmp_path, "train", "x"), job(tmp_path, "train", "x", name="b"))
     made.run()
     assert "is full" in made.stopped
@@ -252,13 +291,3 @@ def test_runs_of_another_machine_are_left_to_it(tmp_path):
     made.run()
     assert made.stopped == "the last 1 are run by far"
     assert made.jobs[0].state() == "running on far, process 1"
-
-
-def test_sigterm_leaves_checkpoints(tmp_path):
-    long = ["uea", *CELL, "--seeds", 1, "--pack", 1, *TINY, "steps=1000000", "checkpoint_every=1000000"]
-    process = program(*long, "--out", tmp_path)
-    wait_for(lambda: any(path.stat().st_size for path in tmp_path.rglob("log.jsonl")))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=300) == 130
-    assert len(list(tmp_path.rglob("step-*/progress.json"))) == 1
-    assert claims.owner(next(Path(tmp_path).rglob("checkpoints")).parent) is None

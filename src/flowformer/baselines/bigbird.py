@@ -19,8 +19,8 @@ class BigBirdAttention(BlockMechanism):
     """Block-sparse attention (Zaheer et al., 2020), the form without extra tokens.
 
     A block of queries sees the blocks around it, some random ones, and the first and the last block, which see every
-    token. The random blocks are others than those; they are drawn once per head, at the start, and kept in the state
-    dict.
+    token. The random blocks are distinct from these; they are drawn once per head, at construction, and are part
+    of the state dict.
 
     Args:
         num_heads, max_length: heads, and the longest sequence: there is a draw for every head and block.
@@ -42,13 +42,13 @@ class BigBirdAttention(BlockMechanism):
         self,
         *,
         num_heads: int,
-        head_dim: int | None = None,
         max_length: int | None = None,
         block: int = 64,
         window: int = 3,
         random: int = 3,
-    ):
-        super().__init__()
+        **sizes: int | None,
+    ) -> None:
+        super().__init__(**sizes)
         check_positive(block=block, window=window)
         if window % 2 == 0:
             raise ValueError(
@@ -60,7 +60,7 @@ class BigBirdAttention(BlockMechanism):
         self.block = block
         self.window = window
         self.random = random
-        # integers, which no change of the module's dtype rounds
+        # integers, so that module.to(dtype) does not round them
         shape = num_heads, count_blocks(self.max_length, block), random
         self.register_buffer("draws", torch.randint(2**31, shape))
 
@@ -82,7 +82,7 @@ class BigBirdAttention(BlockMechanism):
         return join(result, query.shape[2])
 
     def blocks_seen(self, blocks: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Which blocks each block sees, (B, H, T, A), and which of these count: none does twice.
+        """Which blocks each block sees, (B, H, T, A), and which of these count, so that none counts twice.
 
         Args:
             blocks: (T,), the blocks of queries.

@@ -16,8 +16,8 @@ from .registry import Mechanism
 class BlockMechanism(Mechanism):
     """A mechanism whose pattern depends on positions, which are counted without padding.
 
-    A token is there if it is a query or a source. Padding, wherever it stands, is moved behind the sequence before the
-    pattern is laid: a padded sequence gives what it gives alone.
+    A token takes part as a query or as a source. Padding is moved behind the sequence before the pattern is applied, so
+    a padded sequence gives the same result as alone.
     """
 
     cross = False

@@ -36,10 +36,8 @@ class CosformerAttention(Mechanism):
     linear = True
     eps = 1e-6  # least normaliser, as published
 
-    def __init__(
-        self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, *, max_length: int | None = None, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         self.max_length = required_length(self.name, max_length)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:

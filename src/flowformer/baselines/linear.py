@@ -28,9 +28,6 @@ class LinearAttention(Mechanism):
     linear = True
     eps = 1e-6  # of the normaliser, as published
 
-    def __init__(self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None):
-        super().__init__()
-
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         dtype = sum_dtype(query)
         q, k, v = F.elu(query.to(dtype)) + 1, F.elu(key.to(dtype)) + 1, value.to(dtype)
@@ -43,7 +40,7 @@ class LinearAttention(Mechanism):
 
 
 def causal_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Σ_{s≤t} (q_t·k_s) v_s for q, k (B, H, N, D) and v (B, H, N, E), by chunks: no N × N and no N × D × E numbers."""
+    """Σ_{s≤t} (q_t·k_s) v_s for q, k (B, H, N, D) and v (B, H, N, E), by chunks: no N × N or N × D × E tensor."""
     length = q.shape[2]
     chunk = min(CHUNK, max(length, 1))
     q, k, v = (F.pad(x, (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk)) for x in (q, k, v))  # (B, H, T, C, …)

@@ -34,15 +34,9 @@ class LinformerAttention(Mechanism):
     causal = False
 
     def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        rank: int = 256,
-        shared: bool = True,
+        self, *, max_length: int | None = None, rank: int = 256, shared: bool = True, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         self.max_length = required_length(self.name, max_length)
         self.projection = nn.Parameter(torch.empty(1 if shared else 2, self.max_length, rank))
         for projection in self.projection:

@@ -28,15 +28,8 @@ class LocalAttention(BlockMechanism):
     name = "local"
     linear = True
 
-    def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        window: int = 50,
-    ):
-        super().__init__()
+    def __init__(self, *, window: int = 50, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         check_positive(window=window)
         self.window = window
 

@@ -32,16 +32,8 @@ class LongformerAttention(BlockMechanism):
     name = "longformer"
     linear = True
 
-    def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        window: int = 512,
-        global_tokens: int = 1,
-    ):
-        super().__init__()
+    def __init__(self, *, window: int = 512, global_tokens: int = 1, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         check_positive(window=window)
         if window % 2:
             raise ValueError(f"longformer attention needs an even window, half of it on each side, got {window}.")

@@ -38,16 +38,9 @@ class NystromformerAttention(Mechanism):
     cross = False
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        landmarks: int = 64,
-        steps: int = 6,
-        convolution: int | None = 35,
+        self, *, num_heads: int, landmarks: int = 64, steps: int = 6, convolution: int | None = 35, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         check_positive(landmarks=landmarks)
         self.landmarks = landmarks
         self.steps = steps

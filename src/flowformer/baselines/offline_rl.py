@@ -1,14 +1,19 @@
 """Moved to `flowformer.train.methods`, since the policies are no attentions; the old imports still work."""
 
-from .._utils import names_from
+from .._utils import moved
 
-__getattr__ = names_from(
+__getattr__ = moved(
     __name__,
     {
-        "flowformer.train.methods.awac": ("AWAC", "Transitions"),
-        "flowformer.train.methods.behaviour_cloning": ("BehaviourCloning",),
-        "flowformer.train.methods.decision_transformer": ("DecisionTransformer",),
-        "flowformer.train.methods.mlp": ("MLPConfig", "MLPPolicy"),
-        "flowformer.train.methods.policies": ("LEARNERS", "Learner", "policies", "policy"),
+        "AWAC": "flowformer.train.methods.awac.AWAC",
+        "Transitions": "flowformer.train.methods.awac.Transitions",
+        "BehaviourCloning": "flowformer.train.methods.behaviour_cloning.BehaviourCloning",
+        "DecisionTransformer": "flowformer.train.methods.decision_transformer.DecisionTransformer",
+        "MLPConfig": "flowformer.train.methods.mlp.MLPConfig",
+        "MLPPolicy": "flowformer.train.methods.mlp.MLPPolicy",
+        "LEARNERS": "flowformer.train.methods.policies.LEARNERS",
+        "Learner": "flowformer.train.methods.policies.Learner",
+        "policies": "flowformer.train.methods.policies.policies",
+        "policy": "flowformer.train.methods.policies.policy",
     },
 )

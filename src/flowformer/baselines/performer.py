@@ -40,19 +40,13 @@ class PerformerAttention(Mechanism):
     linear = True
 
     def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int,
-        max_length: int | None = None,
-        features: int = 256,
-        redraw_every: int | None = None,
+        self, *, head_dim: int, features: int = 256, redraw_every: int | None = None, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         self.directions = RandomDirections(1, features, head_dim, redraw_every)
 
     def redraw(self) -> None:
-        """New random directions, now."""
+        """Draw new random directions."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
@@ -98,11 +92,6 @@ class PerformerReluAttention(Mechanism):
     name = "performer-relu"
     linear = True
     eps = 1e-3  # of every feature, as published
-
-    def __init__(
-        self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
-    ) -> None:
-        super().__init__()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         q, k = valid(query, query_mask).relu() + self.eps, valid(valid(key, key_mask).relu() + self.eps, key_mask)

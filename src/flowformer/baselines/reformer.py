@@ -23,7 +23,7 @@ SELF_PENALTY = 1e5
 class ReformerAttention(BlockMechanism):
     """LSH attention (Kitaev et al., 2020) in several rounds.
 
-    Queries and keys are one vector per token, the query: the keys passed are not used. As keys, they are brought to
+    Queries and keys are one vector per token, the query: the keys passed are not used. Keys are normalised to
     length 1.
 
     A round hashes h(x) = argmax [xΩ; −xΩ], sorts the tokens by bucket, cuts the sorted sequence into chunks, and lets
@@ -71,7 +71,7 @@ class ReformerAttention(BlockMechanism):
         self.directions = RandomDirections(num_heads * rounds, self.buckets // 2, head_dim, redraw_every)
 
     def redraw(self) -> None:
-        """New hashes, now."""
+        """Draw new hashes."""
         self.directions.redraw()
 
     def hash(self, x: Tensor) -> Tensor:

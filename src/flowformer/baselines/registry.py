@@ -30,6 +30,12 @@ class Mechanism(nn.Module):
     # which of query and key the result depends on; modules build no projection of the other
     reads: tuple[str, ...] = ("query", "key")
 
+    def __init__(
+        self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
+    ) -> None:
+        """`build` passes all sizes to every rival: a subclass takes those it needs, and hands the others to this."""
+        super().__init__()
+
     def forward(
         self,
         query: Tensor,
@@ -52,7 +58,7 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """The product of the attention's matrix with the values: the result, before what is not linear in them."""
+        """The attention matrix times the values, before any step that is not linear in the values."""
         return self._checked(self.weighted, query, key, value, is_causal, query_mask, key_mask)
 
     def _checked(self, attend, query, key, value, is_causal, query_mask, key_mask) -> Tensor:
@@ -88,7 +94,7 @@ class Mechanism(nn.Module):
     def weighted(
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        """What `weigh` gives, likewise; the result itself unless a mechanism says otherwise."""
+        """The result of `weigh`, likewise; that of `attend` unless a mechanism overrides it."""
         return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 
@@ -134,7 +140,11 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     """
     sizes = ("num_heads", "head_dim", "max_length")
     parameters = inspect.signature(get(name), eval_str=True).parameters
-    return {option: parameter for option, parameter in parameters.items() if option not in sizes}
+    return {
+        option: parameter
+        for option, parameter in parameters.items()
+        if option not in sizes and parameter.kind is not parameter.VAR_KEYWORD
+    }
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **chosen) -> Mechanism:

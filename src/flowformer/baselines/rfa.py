@@ -37,20 +37,14 @@ class RFAAttention(Mechanism):
     eps = 1e-3  # least normaliser: a random kernel may fall below 0
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        max_length: int | None = None,
-        features: int = 64,
-        redraw_every: int | None = None,
+        self, *, num_heads: int, head_dim: int, features: int = 64, redraw_every: int | None = None, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         self.directions = RandomDirections(num_heads, features, head_dim, redraw_every)
         self.sigma = nn.Parameter(torch.ones(num_heads, 1, head_dim))
 
     def redraw(self) -> None:
-        """New random directions, now."""
+        """Draw new random directions."""
         self.directions.redraw()
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
@@ -90,15 +84,9 @@ class GatedRFAAttention(RFAAttention):
     cross = False
 
     def __init__(
-        self,
-        *,
-        num_heads: int,
-        head_dim: int,
-        max_length: int | None = None,
-        features: int = 64,
-        redraw_every: int | None = None,
+        self, *, num_heads: int, head_dim: int, features: int = 64, redraw_every: int | None = None, **sizes: int | None
     ) -> None:
-        super().__init__(num_heads=num_heads, head_dim=head_dim, features=features, redraw_every=redraw_every)
+        super().__init__(num_heads=num_heads, head_dim=head_dim, features=features, redraw_every=redraw_every, **sizes)
         self.gate_weight = nn.Parameter(torch.empty(num_heads, head_dim, 1))
         self.gate_bias = nn.Parameter(torch.zeros(num_heads, 1, 1))
         nn.init.normal_(self.gate_weight, std=head_dim**-0.5)

@@ -68,7 +68,7 @@ class SinkhornAttention(BlockMechanism):
         q, k, v, s = (split(x, self.block) for x in (query, key, value, sources))  # (B, H, T, C, …)
         sort = self.sort(k, lengths).to(query.dtype)
         k, v = (torch.cat([x, torch.einsum("bhts,bhscd->bhtcd", sort, x)], 3) for x in (k, v))
-        # a sorted token mixes what stands in its place of every block: it is there if any of those is
+        # a sorted token is a mixture of the tokens at its position in every block; it is valid if any of them is
         mixed = s.any(2, keepdim=True).expand_as(s)
         return join(softmax_blocks(q, k, v, torch.cat([s, mixed], 3).mT), query.shape[2])
 

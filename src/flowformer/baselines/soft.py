@@ -21,7 +21,7 @@ class SoftAttention(Mechanism):
 
     The kernel is symmetric only where keys are the queries, as the paper has them: the keys passed are not used.
     Landmarks Q̃ are the means of consecutive segments; the released code, made for images, has a strided convolution
-    instead. What it has besides are options.
+    instead. Its other parts are options.
 
     Args:
         landmarks: L. A shorter sequence has a landmark for each token.
@@ -47,13 +47,13 @@ class SoftAttention(Mechanism):
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
-        max_length: int | None = None,
         landmarks: int = 49,
         steps: int = 20,
         landmark_norm: bool = False,
         convolution: int | None = None,
+        **sizes: int | None,
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         check_positive(landmarks=landmarks)
         self.landmarks = landmarks
         self.steps = steps

@@ -23,15 +23,8 @@ class SoftmaxAttention(Mechanism):
 
     name = "softmax"
 
-    def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        weight_dropout: float = 0.0,
-    ):
-        super().__init__()
+    def __init__(self, *, weight_dropout: float = 0.0, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         if not 0 <= weight_dropout < 1:
             raise ValueError(f"weight_dropout must be at least 0 and below 1, got {weight_dropout!r}.")
         self.weight_dropout = weight_dropout
@@ -43,7 +36,7 @@ class SoftmaxAttention(Mechanism):
         seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         if is_causal:
             seen = seen.tril()
-        # a row that sees nothing would be NaN: let it see everything, then empty it
+        # a row that sees nothing would be NaN: let it see everything, then set it to 0
         empty = ~seen.any(-1, keepdim=True)
         value = value.masked_fill(~key_mask[:, None, :, None], 0)
         return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)

@@ -39,17 +39,8 @@ class SparseAttention(BlockMechanism):
 
     name = "sparse"
 
-    def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        pattern: str = "fixed",
-        stride: int = 50,
-        summary: int = 10,
-    ):
-        super().__init__()
+    def __init__(self, *, pattern: str = "fixed", stride: int = 50, summary: int = 10, **sizes: int | None) -> None:
+        super().__init__(**sizes)
         check_positive(stride=stride, summary=summary)
         if pattern not in ("fixed", "strided"):
             raise ValueError(f"unknown pattern {pattern!r} of sparse attention; accepted: 'fixed', 'strided'.")

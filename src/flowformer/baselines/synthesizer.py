@@ -1,4 +1,4 @@
-"""Synthesizer: attention weights that no key takes part in, learned outright (random) or from the query (dense).
+"""Synthesizer: attention weights that do not depend on keys: learned (random) or computed from the query (dense).
 
 Quadratic in time and memory, and the random form in parameters.
 

@@ -1,17 +1,15 @@
 """Moved to `flowformer.train.methods`, since the TCN is no attention; the old imports still work."""
 
-from .._utils import names_from
+from .._utils import moved
 
-__getattr__ = names_from(
+__getattr__ = moved(
     __name__,
     {
-        "flowformer.train.methods.tcn": (
-            "CausalBlock",
-            "CausalConv",
-            "TemporalEncoder",
-            "Triplet",
-            "draw_triplet",
-            "triplet_loss",
-        ),
+        "CausalBlock": "flowformer.train.methods.tcn.CausalBlock",
+        "CausalConv": "flowformer.train.methods.tcn.CausalConv",
+        "TemporalEncoder": "flowformer.train.methods.tcn.TemporalEncoder",
+        "Triplet": "flowformer.train.methods.tcn.Triplet",
+        "draw_triplet": "flowformer.train.methods.tcn.draw_triplet",
+        "triplet_loss": "flowformer.train.methods.tcn.triplet_loss",
     },
 )

@@ -27,8 +27,8 @@ class YosoAttention(Mechanism):
     Only sampled hashes make YOSO linear in time. The expectation visits all pairs, in blocks of queries that the
     backward pass computes again.
 
-    The derivative of arccos is infinite where a query meets its like: instead, the gradient of a weight w by its cosine
-    is τ/2·w, the paper's lower bound.
+    The derivative of arccos is infinite where q̂ = k̂. Instead, the gradient of a weight w with respect to its cosine is
+    τ/2·w, the paper's lower bound.
 
     Args:
         hashes: τ.
@@ -44,15 +44,9 @@ class YosoAttention(Mechanism):
     name = "yoso"
 
     def __init__(
-        self,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        max_length: int | None = None,
-        hashes: int = 9,
-        convolution: int | None = None,
+        self, *, num_heads: int | None = None, hashes: int = 9, convolution: int | None = None, **sizes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__(**sizes)
         self.hashes = hashes
         self.convolution = None
         if convolution is not None:
@@ -69,7 +63,7 @@ class YosoAttention(Mechanism):
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
         q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
-        v = valid(value, key_mask)  # a source without value has no say: the weights need no mask
+        v = valid(value, key_mask)  # a masked source has value 0 and adds nothing, so the weights need no mask
         blocks = [
             checkpoint(
                 self._block,

@@ -116,7 +116,7 @@ def chosen(field: list[Contestant], names: list[str]) -> list[Contestant]:
 def fla_contestants() -> list[Contestant]:
     """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
     try:
-        from fla.ops.linear_attn import (  # type: ignore[import-not-found]
+        from fla.ops.linear_attn import (
             chunk_linear_attn,
             fused_chunk_linear_attn,
         )
@@ -200,7 +200,7 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
         result = call(*leaves)
         return [result, *torch.autograd.grad(result, leaves, grad.to(result.dtype))]
 
-    truth = run(lambda *x: oracle(*x, **asdict(VARIANT)), *(x.double() for x in qkv))
+    truth = run(lambda *x: oracle(*x, **VARIANT.as_options()), *(x.double() for x in qkv))
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 2e-2)
     for contestant in field:
         if not contestant.is_flow:

@@ -208,4 +208,4 @@ def _variant(random: Random) -> dict[str, Any]:
 
 def _differences(variant: FlowVariant) -> dict[str, Any]:
     default = FlowVariant()
-    return {key: value for key, value in asdict(variant).items() if value != getattr(default, key)}
+    return {key: value for key, value in variant.as_options().items() if value != getattr(default, key)}

@@ -10,8 +10,8 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..ops import FlowState, flow_attention, flow_attention_recurrent, flow_attention_varlen, reference
+from ..ops.interface import joint_mask
 from ..ops.variant import FlowVariant
 from .errors import FORWARD, GRADIENT, ROUNDING, measure
 from .fuzz_cases import Case
+from .fuzz_memory import Guard, guarded_copy
 
-GUARD = 512  # bytes before and after a tensor, as many as keep the alignment of an allocation
-FILL = 255  # bytes of ones are NaN in every float dtype
 QUADRATIC = {"cpu": 2**21, "cuda": 2**25}  # numbers of the N × M matrices of the reference, above which pieces are used
 PIECE = 256  # tokens
 OUTPUTS = ("result", "sums", "memory", "scalars")
@@ -214,7 +214,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
     )
 
     def put(values: Tensor, layout: str = "contiguous") -> Tensor:
-        tensor, buffer = _place(values, layout, device, case.seed % 2)
+        tensor, buffer = guarded_copy(values, layout, device, case.seed % 2)
         buffers.append(buffer)
         return tensor
 
@@ -225,7 +225,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
     ]
     joint = None
     if case.is_causal and not case.is_packed:
-        joint = _both(*masks)
+        joint = joint_mask(*masks)
     tensors = []
     for index, (shape, layout) in enumerate(zip(shapes, case.layouts, strict=True)):
         values = torch.randn(*rows, *shape, generator=random) * (case.amplitude if index < 2 else 1)
@@ -240,7 +240,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
         past = [torch.randn(case.batch, case.heads, case.past, size, generator=random, dtype=torch.float64)
                 for size in (case.dim, case.dim, case.value_dim)]  # fmt: skip
         scaled = past[0] * case.amplitude, past[1] * case.amplitude, past[2]
-        _, parts = reference.causal(*scaled, None, None, _scale(case), **asdict(_variant(case)))
+        _, parts = reference.causal(*scaled, None, None, _scale(case), **_variant(case).as_options())
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         turned = "turned" if "turned" in case.layouts else "contiguous"
         state = tuple(put(part.to(sums), turned) for part in parts)
@@ -293,7 +293,7 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
     if not case.is_packed:
         if not case.is_causal:
             return [exact_bidirectional(query, key, value, inputs.query_mask, inputs.key_mask, scale, variant)]
-        mask = _both(inputs.query_mask, inputs.key_mask)
+        mask = joint_mask(inputs.query_mask, inputs.key_mask)
         result, end = exact_causal(query, key, value, mask, tuple(state) or None, scale, variant)
         return [result, *end] if case.kind == "recurrent" else [result]
     parts = []
@@ -312,13 +312,16 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
 def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
     """`reference.bidirectional` with grouped heads; above a size, without its N × M matrix."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
-    options = asdict(variant)
+    options = variant.as_options()
     if math.prod(query.shape[:3]) * key.shape[2] <= QUADRATIC[query.device.type]:
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **options)
     maps = reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
     q = reference._features(query, query_mask, scale, **options)
     k = reference._features(key, key_mask, scale, **options)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0)
+    incoming = maps.incoming
+    if variant.renormalize:
+        incoming = reference._flow(q, (k * maps.competition[..., None]).sum(-2, keepdim=True), **options)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0)
     memory = k.mT @ (reference._valid(value, key_mask) * maps.competition[..., None])
     return (q @ memory * received[..., None]).to(query.dtype)
 
@@ -333,7 +336,7 @@ def exact_causal(query, key, value, mask, state, scale: float, variant: FlowVari
         tokens = slice(start, start + piece)
         part = None if mask is None else mask[:, tokens]
         q, k, v = (x[:, :, tokens] for x in (query, key, value))
-        result, state = reference.causal(q, k, v, part, state, scale, **asdict(variant))
+        result, state = reference.causal(q, k, v, part, state, scale, **variant.as_options())
         results.append(result)
     return torch.cat(results, 2), state
 
@@ -378,7 +381,7 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
             values[..., 1] *= case.variant.get("competition", "softmax") == "softmax"
             values[..., 2] *= case.variant.get("allocation", "sigmoid") == "softmax"
             values = torch.where(output.isfinite().cpu(), values, 0)
-        cotangents[name], buffer = _place(values, case.grad_layout, output.device, 0)
+        cotangents[name], buffer = guarded_copy(values, case.grad_layout, output.device, 0)
         inputs.buffers.append(buffer)
     return cotangents
 
@@ -401,77 +404,6 @@ def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tens
     return (x.masked_fill(left_out, 0) for x in (value, plain, truth))
 
 
-class Guard:
-    """Tensors that Python code allocates inside of it lie between guard bands, and are NaN where nothing is written.
-
-    The functions are exchanged, since neither mode of torch reaches into registered operators.
-    """
-
-    def __init__(self) -> None:
-        self.bands: list[Tensor] = []
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Guard:
-        for owner, names in ((torch, _TORCH), (Tensor, _TENSOR)):
-            for name in names:
-                self._patches.enter_context(patch.object(owner, name, self._guarded(getattr(owner, name))))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._patches.close()
-
-    def _guarded(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate(*args: Any, **kwargs: Any) -> Tensor:
-            tensor = function(*args, **kwargs)
-            guarded, buffer = guard(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            self.bands += [buffer[:GUARD], buffer[-GUARD:]]
-            return guarded if "empty" in function.__name__ else guarded.copy_(tensor)
-
-        return allocate
-
-    def touched(self) -> bool:
-        return bool(self.bands) and not bool(torch.stack([(band == FILL).all() for band in self.bands]).all())
-
-
-_TORCH = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")
-_TENSOR = ("new_empty", "new_empty_strided", "new_zeros", "new_full", "clone")
-_full, _empty = torch.full, torch.empty  # which no guard exchanges
-
-
-def guard(shape, stride, dtype: torch.dtype, device: torch.device | str, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """A tensor of bytes FILL between guard bands, and the buffer of both. It starts `offset` numbers late."""
-    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    size = dtype.itemsize
-    buffer = _full((2 * GUARD + (offset + span) * size,), FILL, dtype=torch.uint8, device=device)
-    tensor = _empty(0, dtype=dtype, device=device)
-    return tensor.set_(buffer.untyped_storage(), GUARD // size + offset, shape, stride), buffer
-
-
-def _place(values: Tensor, layout: str, device: torch.device | str, expanded: int) -> tuple[Tensor, Tensor]:
-    """The values in guarded memory of that layout, and its buffer. `expanded` is the axis that has stride 0."""
-    shape, rank = list(values.shape), values.dim()
-    if layout == "expanded" and rank >= 3 and shape[expanded]:
-        values = values.narrow(expanded, 0, 1)
-        stride = list(torch.empty(values.shape, device="meta").stride())
-        stride[expanded] = 0
-    elif layout == "constant" and values.numel():  # what the backward of a sum or a mean passes on
-        values = values.flatten()[:1].reshape([1] * rank)
-        stride = [0] * rank
-    elif layout == "bnhd" and rank >= 3:
-        axes = (1, 2) if rank == 4 else (0, 1)
-        stride = list(torch.empty(values.transpose(*axes).shape, device="meta").transpose(*axes).stride())
-    elif layout == "turned" and rank >= 2:
-        stride = list(torch.empty(values.mT.shape, device="meta").mT.stride())
-    elif layout == "sliced" and rank >= 2:
-        stride = list(torch.empty(*shape[:-1], 2 * shape[-1], device="meta").stride())
-    else:
-        stride = list(torch.empty(shape, device="meta").stride())
-    tensor, buffer = guard(shape, stride, values.dtype, device, offset=1 if layout == "offset" else 0)
-    if tensor.numel():
-        tensor.as_strided(values.shape, stride).copy_(values)
-    return tensor, buffer
-
-
 def _mask(kind: str, batch: int, length: int, random: torch.Generator) -> Tensor:
     if kind == "random":
         return torch.rand(batch, length, generator=random) < 0.7
@@ -480,12 +412,6 @@ def _mask(kind: str, batch: int, length: int, random: torch.Generator) -> Tensor
     kept = (torch.rand(batch, 1, generator=random) * (length + 1)).long()
     token = torch.arange(length)
     return token < kept if kind == "prefix" else token >= length - kept
-
-
-def _both(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    if query_mask is None or key_mask is None:
-        return key_mask if query_mask is None else query_mask
-    return query_mask & key_mask
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

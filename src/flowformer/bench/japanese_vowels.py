@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import aeon  # type: ignore[import-untyped]
+import aeon
 import numpy as np
 import torch
-from aeon.classification.convolution_based import RocketClassifier  # type: ignore[import-untyped]
-from aeon.datasets import load_japanese_vowels  # type: ignore[import-untyped]
-from aeon.transformations.collection.unequal_length import Padder  # type: ignore[import-untyped]
-from sklearn.pipeline import make_pipeline  # type: ignore[import-untyped]
+from aeon.classification.convolution_based import RocketClassifier
+from aeon.datasets import load_japanese_vowels
+from aeon.transformations.collection.unequal_length import Padder
+from sklearn.pipeline import make_pipeline
 
 from ..integrations.aeon import FlowformerTimeSeriesClassifier
 

@@ -21,13 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from accelerate.utils import send_to_device
 from torch.utils.data import Subset
 
 from .. import data
 from ..data import Splits
 from ..train import recipes, tasks
 from ..train.config import TrainConfig, override
+from ..train.evaluation import dataset_size
 from ..train.loop import Trainer
 from ..train.optim import build_optimiser
 from ..train.record import device_name, peak_memory
@@ -77,7 +78,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
     )
     few = range(config.batch_size)
-    part = Subset(splits.test, few[: len(splits.test)])  # type: ignore[arg-type]
+    part = Subset(splits.test, few[: dataset_size(splits.test)])
     logged = {}
 
     def report(record):

@@ -1,6 +1,6 @@
-"""The command line: `flowformer demo | train | fit | eval | reproduce | results | plot | recipes | data | …`."""
+"""The command line: `flowformer demo | train | fit | eval | reproduce | results | plot | linearize | recipes | …`."""
 
-from . import train, tables, info, data, bench  # noqa: F401, I001 the help lists commands in this order
+from . import train, tables, linearize, info, data, bench  # noqa: F401, I001 the help lists commands in this order
 from .app import app
 
 __all__ = ["app"]

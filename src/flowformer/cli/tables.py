@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from .app import STARTED, DataDir, Json, app, command, console, errors
+
+if TYPE_CHECKING:
+    from ..train.reproduce import Job
 
 
 @command(app, "reproduce")
@@ -40,8 +44,8 @@ def reproduce(
 ) -> None:
     """Run a table of the paper: every cell that is not done yet, several side by side, then the table beside theirs.
 
-    Stop it, kill it, take the machine away: the same command goes on. Several machines may share the folder, or
-    each do some cells; [bold]flowformer results[/bold] merges their folders.
+    It may be stopped or killed at any time: the same command resumes it. Several machines may share the folder,
+    or each do some cells; [bold]flowformer results[/bold] merges their folders.
     """
     from ..train import reproduce as queue
     from ..train import results, summary
@@ -79,7 +83,7 @@ def reproduce(
         raise ValueError(f"{len(running.failed)} runs failed; the same command tries again.")
 
 
-def _blocked(jobs: list) -> dict[str, list[str]]:
+def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
     """What is missing, and the cells that miss it."""
     reasons: dict[str, list[str]] = {}
     for job in jobs:
@@ -88,25 +92,36 @@ def _blocked(jobs: list) -> dict[str, list[str]]:
     return reasons
 
 
-def _print_jobs(jobs: list, as_json: bool) -> None:
+# of `reproduce --list`, the most important first
+_COLUMNS: dict[str, Callable[[Job], str]] = {
+    "cell": lambda job: job.name,
+    "state": lambda job: job.state(),
+    "seed": lambda job: str(job.seed),
+    "paper": lambda job: "" if job.paper is None else str(job.paper),
+    "minutes": lambda job: f"{job.minutes:g}",
+}
+_NARROW_STATE = 12  # characters of a line of the state, which may wrap; a name that wraps could not be copied
+
+
+def _print_jobs(jobs: list[Job], as_json: bool) -> None:
     if as_json:
         names = ("name", "seed", "minutes", "paper")
         print(json.dumps([{**{n: getattr(job, n) for n in names}, "state": job.state()} for job in jobs]))
         return
-    listed = Table("cell", "seed", "state", "paper", "minutes on an H200")
-    for column in listed.columns:
-        column.overflow = "fold"
-    for job in jobs:
-        listed.add_row(
-            job.name,
-            str(job.seed),
-            escape(job.state()),
-            "" if job.paper is None else str(job.paper),
-            f"{job.minutes:g}",
-        )
-    console.print(listed)
+    cells = {name: [text(job) for job in jobs] for name, text in _COLUMNS.items()}
+    widths = {name: max(map(len, (name, *column))) for name, column in cells.items()}
+    widths["state"] = min(widths["state"], _NARROW_STATE)
+    while (needed := sum(2 + widths[name] for name in cells) - 2) > console.width and len(cells) > 2:
+        cells.popitem()
+    too_wide = needed > console.width
+    listed = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), width=needed if too_wide else None)
+    for name in cells:
+        listed.add_column(name, no_wrap=name != "state", overflow="fold")
+    for row in zip(*cells.values(), strict=True):
+        listed.add_row(*map(escape, row))
+    console.print(listed, crop=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.done.exists())
-    console.print(f"{left:.0f} minutes are to do, eight side by side in {left / 8:.0f}.")
+    console.print(f"{left:.0f} minutes on an H200 are to do, eight side by side in {left / 8:.0f}.")
 
 
 @command(app, "results")
@@ -122,8 +137,8 @@ def results(
 ) -> None:
     """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
 
-    Numbers are means over seeds, of the final evaluation and of the best one. What differs from a recipe is said beside
-    its number, which then stands alone.
+    Numbers are means over seeds, of the final evaluation and of the best one. A run that differs from its recipe
+    says so, and is not compared with the paper.
     """
     from ..train import summary
     from ..train.results import collect, draw_figures

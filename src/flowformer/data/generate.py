@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 
 
 def claim(home: Path, parameters: Mapping[str, object]) -> None:
-    """Makes a folder the home of data generated with these parameters; refuses one with other data."""
+    """Reserves a folder for data generated with these parameters; refuses one with other data."""
     note = home / "generated.json"
     wanted = json.dumps(dict(parameters), indent=1) + "\n"
     if note.exists():

@@ -1,7 +1,7 @@
 """Offline reinforcement learning: windows of trajectories from D4RL's hdf5 files or from Minari.
 
-States are standardised with the statistics of the data set, returns divided by 1000. There is nothing to test on but
-the environment: `test` is empty, and `Windows` knows what a player needs.
+States are standardised with the statistics of the data set, returns divided by 1000. Policies are tested in the
+environment: `test` is empty, and `Windows` holds the statistics that evaluation needs.
 
 Shapes: T steps of a window, S numbers of a state, A of an action.
 """

@@ -175,7 +175,7 @@ def _distract(random_state: random.Random, image: np.ndarray, claimed: np.ndarra
 def _extend(
     random_state: random.Random, curve: _Curve, image: np.ndarray, claimed: np.ndarray, contrast: float
 ) -> bool:
-    """Adds one dash, at a turn whose chance is cos² of its angle, or nothing where all ways are closed.
+    """Adds one dash, at a turn whose chance is cos² of its angle, or nothing where every turn is blocked.
 
     Only then the dash before it claims its pixels: a dash may touch the one it continues.
     """

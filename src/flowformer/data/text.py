@@ -122,7 +122,7 @@ def _words(record: DataSet, folder: Path, differs: str, partial: bool, length: i
     info = DataInfo(
         record.name,
         store.checksum(paths.values()),
-        # tensor cores like multiples of 8, and so did the published vocabulary
+        # padded to a multiple of 8 for tensor cores, as the published vocabulary is
         vocab_size=-(-len(vocabulary) // 8) * 8,
         padding_id=0,
         max_length=length,

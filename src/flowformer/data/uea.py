@@ -92,7 +92,7 @@ def record(name: str) -> DataSet:
 def _files(name: str, folder: Path) -> dict[str, Path]:
     """In folder/uea, else among the few sets that aeon brings along."""
     local = folder / "uea" / name
-    # a folder that the user named and that is not there is a slip, which aeon's copy would hide
+    # a folder that the user passed but that does not exist is a mistake, which aeon's copy would hide
     mistyped = folder != store.root() and not folder.is_dir()
     spec = None if local.exists() or mistyped else importlib.util.find_spec("aeon")
     if spec is not None and spec.origin is not None:

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .._utils import check_positive
+from .._utils import check_positive, moved
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
-    from aeon.classification import BaseClassifier  # type: ignore[import-untyped]
-    from aeon.regression import BaseRegressor  # type: ignore[import-untyped]
-    from aeon.utils.validation import check_n_jobs  # type: ignore[import-untyped]
-    from sklearn.utils import check_random_state  # type: ignore[import-untyped]
-    from sklearn.utils.class_weight import compute_class_weight  # type: ignore[import-untyped]
+    from aeon.classification import BaseClassifier
+    from aeon.regression import BaseRegressor
+    from aeon.utils.validation import check_n_jobs
+    from sklearn.utils import check_random_state
+    from sklearn.utils.class_weight import compute_class_weight
 except Exception as error:  # a broken installation raises more than ImportError
     raise ImportError("flowformer.integrations.aeon needs aeon: pip install 'flowformer[ts]'.") from error
 
@@ -59,7 +59,7 @@ class NetworkEstimator:
         super().__init__()  # aeon's, which comes after this class
 
     def _prepare(self, X: Iterable[np.ndarray]) -> Series:
-        """The training series, standardised; from here on all are standardised like them."""
+        """The training series, standardised by their own mean and deviation, which are kept for later series."""
         cases = [np.asarray(x, dtype=float) for x in X]
         _check_finite(cases)
         self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
@@ -75,11 +75,11 @@ class NetworkEstimator:
             yield
 
     def _keep(self, model: nn.Module) -> None:
-        # it rests on the CPU, so that a pickle loads on any machine
+        # kept on the CPU, so that a pickle loads on any machine
         self.model_ = model.cpu().eval()
 
     def _predict_outputs(self, X: Iterable[np.ndarray]) -> Tensor:
-        """What the model says of each case, (B, num_outputs) in float64."""
+        """The outputs of the model, (B, num_outputs) in float64."""
         model = deepcopy(self.model_).to(self._device())
         with _threads(self._n_jobs):
             return self._outputs(model, self._standardise(X)).cpu().double()
@@ -92,7 +92,7 @@ class NetworkEstimator:
         return torch.cat([model(*pad(series[i : i + self.batch_size], device)) for i in starts])
 
     def _standardise(self, X: Iterable[np.ndarray]) -> Series:
-        # in units of the training data and in float32, where a number of float64 may be infinite too
+        # after standardisation and in float32, where a large float64 overflows
         series = [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
         _check_finite([each.T.numpy() for each in series])
         return series
@@ -326,8 +326,14 @@ class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
         return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
 
 
-# the names of earlier versions; `flowformer.models.FlowformerClassifier` is another class
-FlowformerClassifier, FlowformerRegressor = FlowformerTimeSeriesClassifier, FlowformerTimeSeriesRegressor
+# `flowformer.models.FlowformerClassifier` is another class
+__getattr__ = moved(
+    __name__,
+    {
+        "FlowformerClassifier": f"{__name__}.FlowformerTimeSeriesClassifier",
+        "FlowformerRegressor": f"{__name__}.FlowformerTimeSeriesRegressor",
+    },
+)
 
 
 def _check_finite(cases: Iterable[np.ndarray]) -> None:

@@ -45,7 +45,7 @@ class DecisionPolicy:
 
     Args:
         model: in evaluation mode, unless its dropout is wanted.
-        target_return: what an episode is asked to bring, in the units of the environment.
+        target_return: the return-to-go at the start of an episode, in the units of the environment.
         return_scale: what returns were divided by in training.
         state_mean, state_std: (S,) of the states in training; None are 0 and 1.
         window: None carries a state over the whole episode; a number looks at as many steps, as the paper does with 20.
@@ -83,7 +83,7 @@ class DecisionPolicy:
                 )
 
     def reset(self, envs: VectorEnv | Env) -> None:
-        """Begin anew in this environment or all of these, which need not be those of before."""
+        """Start new episodes in this environment or vector, which may be another one than before."""
         mode, config, weight = _autoreset_mode(envs), self.model.config, self.model.action_head.weight
         self._is_vector = isinstance(envs, VectorEnv)
         if isinstance(envs, VectorEnv):
@@ -122,17 +122,17 @@ class DecisionPolicy:
     def observe(
         self, rewards: np.ndarray | float, terminations: np.ndarray | bool, truncations: np.ndarray | bool
     ) -> np.ndarray:
-        """Take in what a step brought; where an episode has ended, the past is forgotten and the target is asked anew.
+        """Record a step; where an episode has ended, its past is cleared and the return-to-go is the target again.
 
         Args: (B,) each, as `envs.step` returns them.
 
-        Returns: (B,) bool, where a step was taken: with AutoresetMode.NEXT_STEP, the step after the end of an episode
-        is none. It brings the first observation of the next episode, ignores the action and has no reward.
+        Returns: (B,) bool, where a step was taken: with AutoresetMode.NEXT_STEP, the call after the end of an episode
+        is a reset instead. It returns the first observation of the next episode, without a reward.
         """
         rollout = self._playing()
         ended = np.atleast_1d(np.logical_or(terminations, truncations))
         played = ~self._resetting
-        # at the end already, since the model may not count any further, and once more after the step that is none
+        # at the end, since timesteps may go no further, and again after the call that was a reset
         begins = ended | self._resetting
         self._return_to_go = np.where(begins, self.target_return, self._return_to_go - rewards)
         if begins.any():
@@ -163,11 +163,11 @@ class Evaluation:
 def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, seed: int | None = None) -> Evaluation:
     """Play a number of episodes, the model in evaluation mode.
 
-    How many each environment plays is settled before: taking the first that end would prefer short ones. Returns,
+    Each environment plays a fixed number: taking the first that end would favour short episodes. Returns,
     lengths and their order are the same in every autoreset mode.
 
     Args:
-        envs: one environment, or a vector of them of any autoreset mode; left open, in the midst of some episode.
+        envs: one environment, or a vector of them of any autoreset mode; left open, within an episode.
         seed: environment i is seeded with seed + i.
     """
     check_positive(episodes=episodes)
@@ -243,7 +243,7 @@ def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_sc
     recorded = _recorded(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
-    # where the space of a minari dataset begins to count
+    # the first choice of the discrete space of a minari dataset, which may not be 0
     start = getattr(getattr(episodes, "action_space", None), "start", 0)
     together = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
     mean, std = together.mean(0), together.std(0) + 1e-6
@@ -344,7 +344,7 @@ def _check_actions(space: Space, dim: int, discrete: bool) -> None:
 def _check_length(spec: EnvSpec | None, max_timestep: int) -> None:
     if spec is None:
         return
-    # make_vec keeps a limit of its own among the arguments, and the registered one in its place
+    # a limit passed to make_vec is among the arguments, next to the registered one
     longest = spec.kwargs.get("max_episode_steps", spec.max_episode_steps)
     if longest is not None and longest > max_timestep:
         raise ValueError(

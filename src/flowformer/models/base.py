@@ -76,7 +76,7 @@ class FlowModel(nn.Module):
 
     def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:
         """The output, and the maps of each layer."""
-        # a layer that runs again in the backward pass would record nothing, and so not be the same layer
+        # a recomputed layer records no maps, and torch refuses one that differs from its first run
         checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, False
         try:
             with record_maps(self) as maps:

@@ -1,6 +1,6 @@
 """The Decision Flowformer: offline reinforcement learning as prediction of actions from returns, states and actions.
 
-A step of a trajectory is three tokens: the return still to be had (return-to-go), the state, and the action. The action
+A step of a trajectory is three tokens: the return still to come (return-to-go), the state, and the action. The action
 is read where the state is, which sees all before it. Returns and states are expected as the model was trained on them:
 the paper divides returns by 1000 and standardises states.
 
@@ -95,7 +95,7 @@ class RecurrentRollout:
     timestep: Tensor
 
     def reset(self, rows: Tensor) -> RecurrentRollout:
-        """Begin anew where `rows` (B,) bool is True, as after the end of an episode."""
+        """Start over where `rows` (B,) bool is True, as after the end of an episode."""
         return RecurrentRollout(
             [state.zero_rows(rows) for state in self.flow_states], self.action, self.timestep.masked_fill(rows, 0)
         )
@@ -115,7 +115,7 @@ class WindowRollout:
     timestep: Tensor
 
     def reset(self, rows: Tensor) -> WindowRollout:
-        """Begin anew where `rows` (B,) bool is True, as after the end of an episode."""
+        """Start over where `rows` (B,) bool is True, as after the end of an episode."""
         mask = self.mask & ~rows[:, None]
         return WindowRollout(self.trajectory, mask, self.action, self.timestep.masked_fill(rows, 0))
 
@@ -334,7 +334,7 @@ class FlowformerDecision(FlowModel):
 
     def _one_hot(self, choices: Tensor) -> Tensor:
         count = self.config.action_dim
-        # elsewhere the encoding itself fails, without making every step wait for the device
+        # on a GPU, one_hot itself fails; reading the values here would synchronise every step
         if choices.device.type == "cpu" and not torch.compiler.is_compiling() and choices.numel():
             low, high = int(choices.min()), int(choices.max())
             if low < 0 or high >= count:

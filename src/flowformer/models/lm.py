@@ -168,7 +168,7 @@ class FlowformerLM(FlowModel):
             layer.attention.group = group
 
     def reset_parameters(self) -> None:
-        """The published initialisation that the config names; norms, positions and what is a rival's own stay."""
+        """The published initialisation that the config names; norms, positions and parameters of rivals stay."""
         gpt = self.config.initialisation == "gpt"
         for table in (self.embedding, self.head):
             if table is not None:
@@ -232,7 +232,7 @@ class FlowformerLM(FlowModel):
     ) -> Tensor:
         """Cross-entropy of the next tokens, in nats; the exponential of its mean is the perplexity.
 
-        Where the logits are many, a piece of them at a time is computed, and again in the backward pass.
+        Large logits are computed in pieces, and recomputed in the backward pass.
 
         Args:
             tokens, mask: as for `forward`.

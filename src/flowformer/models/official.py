@@ -218,7 +218,7 @@ class _Source:
         return self.weights[name]
 
     def count(self, pattern: str) -> int:
-        """How many different numbers stand at the group of the pattern."""
+        """How many distinct numbers the group of the pattern matches."""
         return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
 
     def depth_and_mlp(self, layers: str, linear: str) -> dict[str, Any]:

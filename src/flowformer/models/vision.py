@@ -200,7 +200,7 @@ class GridPositions(nn.Module):
         return x + self.interpolated(self.weight, self.grid, grid)
 
     def resize(self, grid: tuple[int, int]) -> None:
-        """Learn the positions of another grid from now on, beginning with what it gets now."""
+        """Change the grid: the table is interpolated to it once, and learned from there."""
         table = self.interpolated(self.weight.detach(), self.grid, grid)
         self.grid, self.weight = grid, nn.Parameter(table.clone(), requires_grad=self.weight.requires_grad)
 

@@ -162,6 +162,8 @@ class FlowAttention(ProjectedAttention):
         variant: a FlowVariant or the name of one.
         rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
             Positions count the tokens that take part, from those of the state on. Self-attention only.
+        learn_powers: learns the `powers` of `flow_attention`, from 0, where the module is linear attention; needs a
+            variant with renormalize=True.
         group: over whose ranks the sequences are cut, as for `flow_attention`; rotary positions go on from rank to
             rank.
 
@@ -181,20 +183,31 @@ class FlowAttention(ProjectedAttention):
         *,
         variant: FlowVariant | str = _DEFAULT,
         rotary_base: float | None = None,
+        learn_powers: bool = False,
         group: Group | None = None,
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant, self.is_causal)
+        if learn_powers and not self.variant.renormalize:
+            raise ValueError(f"learn_powers needs a variant with renormalize=True, got {self.variant}.")
+        self.powers = nn.Parameter(self.v_proj.weight.new_zeros(2, num_heads)) if learn_powers else None
         self.rotary = None if rotary_base is None else RotaryPositions(self.head_dim, rotary_base)
         self.group = group
         self._recorded: list[FlowMaps] | None = None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        powers: nn.Parameter | None = getattr(self, "powers", None)  # the first call comes before there are any
+        if powers is not None:
+            nn.init.zeros_(powers)
 
     def new_state(self, batch_size: int) -> FlowState:
         """The state of `batch_size` sequences that have not begun: pass it with the prompt, then with each token."""
         weight = self.v_proj.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return FlowState.empty(batch_size, self.num_heads, self.head_dim, device=weight.device, dtype=dtype)
+        sizes = batch_size, self.num_heads, self.head_dim
+        return FlowState.empty(*sizes, variant=self.variant, device=weight.device, dtype=dtype)
 
     def forward(
         self,
@@ -244,12 +257,7 @@ class FlowAttention(ProjectedAttention):
                 )
             positions = self._positions(query, key_mask, state)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
-        shared: dict[str, Any] = {
-            "key_mask": key_mask,
-            "enable_gqa": True,
-            "variant": self.variant,
-            "group": self.group,
-        }
+        shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
             return self._join(result), state
@@ -280,14 +288,12 @@ class FlowAttention(ProjectedAttention):
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         longest = query.shape[1] if max_seqlen is None else max_seqlen
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        options: dict[str, Any] = {
-            "is_causal": self.is_causal,
-            "enable_gqa": True,
-            "variant": self.variant,
-            "group": self.group,
-        }
+        options: dict[str, Any] = {"is_causal": self.is_causal, **self._attention_options()}
         result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
         return self._join(result.transpose(0, 1)[None])
+
+    def _attention_options(self) -> dict[str, Any]:
+        return {"enable_gqa": True, "variant": self.variant, "powers": self.powers, "group": self.group}
 
     def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
         if mask is None and state is None and self.group is None:

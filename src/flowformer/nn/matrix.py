@@ -136,9 +136,13 @@ def _of_module(
     query_mask: Tensor | None = None,
     key_mask: Tensor | None = None,
     state: Any = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> MatrixMaps:
     if state is not None:
         raise ValueError("got a state; a matrix is that of whole sequences only.")
+    if cu_seqlens is not None:
+        raise ValueError("got packed sequences (cu_seqlens); for their matrices pass a padded batch with its mask.")
     q, k, _, query_mask, key_mask = module._project(query, key, value, query_mask, key_mask)
     options: dict[str, Any] = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
     if isinstance(module, FlowAttention):

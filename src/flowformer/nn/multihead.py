@@ -5,8 +5,6 @@ Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -238,8 +236,7 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     def _weights(
         self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        # not asdict, which makes deep copies: torch.compile of the oldest supported torch cannot trace those
-        options = {field.name: getattr(self.variant, field.name) for field in fields(self.variant)}
+        options = self.variant.as_options()
         with without_autocast(q):
             if is_causal:
                 weights = reference.causal_weights(q, k, key_mask, **options)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .._utils import suggestion
 from . import reference_backend
+from .common import State
 from .torch import op as torch_op
 from .triton import op as triton_op
 from .variant import FlowVariant
+
+if TYPE_CHECKING:
+    from .varlen import Lengths
 
 
 class Backend(NamedTuple):
@@ -27,10 +31,10 @@ class Backend(NamedTuple):
     note: str  # what it is, for `explain`
     refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
     by_name: Callable[[Tensor], bool]
-    bidirectional: Callable[..., Tensor]
-    causal: Callable[..., Tensor]
-    recurrent: Callable[..., tuple]
-    packed: Callable[..., Tensor]
+    bidirectional: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, FlowVariant], Tensor]
+    causal: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, FlowVariant], Tensor]
+    recurrent: Callable[[Tensor, Tensor, Tensor, Tensor | None, State | None, float, FlowVariant], tuple[Tensor, State]]
+    packed: Callable[[Tensor, Tensor, Tensor, Lengths, bool, float, FlowVariant], Tensor]
 
     @classmethod
     def of(cls, name: str, note: str, module: ModuleType) -> Backend:

@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .state import FlowState
+from .state import FlowState, num_sums
 from .variant import FlowVariant
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -90,7 +90,7 @@ def cu_seqlens(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_se
             raise ValueError(f"{name} must not be negative, got {length}.")
 
 
-def state(state: FlowState, query: Tensor, value: Tensor) -> None:
+def state(state: FlowState, query: Tensor, value: Tensor, variant: FlowVariant) -> None:
     if not isinstance(state, FlowState):
         raise TypeError(f"state must be a FlowState, got {type(state).__name__}. FlowState.unpack takes plain tensors.")
     batch, heads, _, dim = query.shape
@@ -100,10 +100,16 @@ def state(state: FlowState, query: Tensor, value: Tensor) -> None:
             f"the state is that of (batch, heads, key_dim, value_dim) = {tuple(state.memory.shape)}, but the tokens "
             f"have {accepted}. Heads are query heads; FlowState.select picks or repeats rows of a batch."
         )
-    if state.sums.shape != (batch, heads, 4, dim) or state.scalars.shape != (batch, heads, 3):
+    sums = num_sums(variant)
+    if {state.sums.shape[-2], sums} == {4, 5}:
+        raise ValueError(
+            f"the state holds {state.sums.shape[-2]} sums over features, but this variant keeps {sums}: only a variant "
+            "with renormalize=True keeps 5. Continue with the variant that the state was made by."
+        )
+    if state.sums.shape != (batch, heads, sums, dim) or state.scalars.shape != (batch, heads, 3):
         raise ValueError(
             f"the parts of the state do not belong together: sums {tuple(state.sums.shape)}, scalars "
-            f"{tuple(state.scalars.shape)}; accepted: {(batch, heads, 4, dim)}, {(batch, heads, 3)}."
+            f"{tuple(state.scalars.shape)}; accepted: {(batch, heads, sums, dim)}, {(batch, heads, 3)}."
         )
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     if any(part.dtype != dtype for part in state.pack()):
@@ -135,6 +141,28 @@ def variant(variant: FlowVariant | str, is_causal: bool = False) -> FlowVariant:
             'form. Pass competitors="tokens" or is_causal=False.'
         )
     return variant
+
+
+def powers(powers: Tensor | None, query: Tensor, heads: int, variant: FlowVariant) -> Tensor | None:
+    """The powers in the dtype of the sums."""
+    if powers is None:
+        return None
+    if not isinstance(powers, Tensor) or not powers.is_floating_point():
+        kind = powers.dtype if isinstance(powers, Tensor) else type(powers).__name__
+        raise TypeError(f"powers must be a floating tensor (2, heads), got {kind}.")
+    if tuple(powers.shape) != (2, heads):
+        raise ValueError(
+            f"powers must have shape (2, heads) = (2, {heads}), those of the competition and those of the allocation, "
+            f"got {tuple(powers.shape)}."
+        )
+    if powers.device != query.device:
+        raise ValueError(f"powers are on {powers.device}, but the tokens are on {query.device}.")
+    if not variant.renormalize or variant.competition == "sigmoid" or variant.allocation == "softmax":
+        raise ValueError(
+            'powers need a variant with renormalize=True, competition="softmax" or "none" and allocation="sigmoid" or '
+            f'"none", got {variant}.'
+        )
+    return powers.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
+Mask = Tensor | None  # (B, N) bool, True = takes part; None where every token does
+Powers = Tensor | None  # (2, H), exponents of competition and allocation, of a renormalised variant; None is 1
 State = tuple[Tensor, ...]  # sums, memory, scalars, as in `FlowState`
 
 # the arguments that end the schema of every operator: the scale, then what FlowVariant.as_args returns
@@ -27,12 +29,12 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Keeps autocast from rounding what is computed inside; a meta tensor has no autocast to switch off."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def valid_values(x: Tensor, mask: Tensor | None) -> Tensor:
+def valid_values(x: Tensor, mask: Mask) -> Tensor:
     """x (..., N, D) in the dtype of the sums, with the padding zeroed: even a NaN there takes part in nothing."""
     x = x.to(sum_dtype(x))
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
@@ -49,7 +51,7 @@ def empty_result(query: Tensor, value_dim: int) -> Tensor:
 _library = torch.library.Library("flowformer", "DEF")
 
 
-def register(schema: str, implementation: Callable, fake: Callable) -> None:
+def register(schema: str, implementation: Callable[..., object], fake: Callable[..., object]) -> None:
     """Registers an operator flowformer::NAME of that schema on every device."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -65,7 +67,7 @@ def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, 
         out_dims: the dimension of each result that it is split off from.
     """
 
-    def run(info, in_dims, *args):
+    def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         tensors = []
         for x, mapped, dim in zip(args, in_dims, dims, strict=False):
             if x is None or (dim is None and mapped is None):
@@ -89,19 +91,19 @@ class _DifferentiableOnce(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(operator, *args):
+    def forward(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
         return operator(*args)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: Any) -> Never:
         raise RuntimeError('Flow-Attention is differentiable once; for higher derivatives use backend="reference".')
 
 
-def differentiate(operator: Any, *args: Any) -> tuple[Tensor, ...]:
+def differentiate(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
     """The gradients from a backward operator, which raise on double backward.
 
     torch's once_differentiable does not: where the inputs require a second derivative but the cotangent does not, it
@@ -109,7 +111,8 @@ def differentiate(operator: Any, *args: Any) -> tuple[Tensor, ...]:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return operator(*args)
-    return _DifferentiableOnce.apply(operator, *args)
+    gradients: tuple[Tensor, ...] = _DifferentiableOnce.apply(operator, *args)
+    return gradients
 
 
 def distinct(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -6,8 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ def flow_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
     group: Group | None = None,
 ) -> Tensor:
@@ -54,6 +54,9 @@ def flow_attention(
         scale: None is 1, as in the paper.
         enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
         variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
+        powers: (2, H), learned exponents of each head, for a variant with renormalize=True: τ of the competition,
+            c = m·softmax(τ Ô), and γ of the allocation, α = sigmoid(Î)^γ. None is 1, as in the paper; 0 leaves linear
+            attention, so that a model may begin there.
         backend: None takes the best that can run here; "triton", "torch" or "reference" insists. See `explain`.
         group: a ProcessGroup, or a DeviceMesh with one dimension, over whose ranks the sequence is cut, in rank order:
             the tokens passed are this rank's part, of any length, also none. Every rank must make the call, and run
@@ -75,23 +78,37 @@ def flow_attention(
         from .context import op
 
         masks = query_mask, key_mask
-        return op.attention(query, key, value, is_causal, *masks, scale, enable_gqa, variant, backend, group)
+        return op.attention(query, key, value, is_causal, *masks, scale, enable_gqa, variant, powers, backend, group)
     if getattr(query, "is_nested", False):
-        options = {"scale": scale, "enable_gqa": enable_gqa, "variant": variant, "backend": backend}
+        options = {
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "variant": variant,
+            "powers": powers,
+            "backend": backend,
+        }
         return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
     scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
+    learned = _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, is_causal, variant)
     if not is_causal:
-        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
+        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant, **learned)
     mask = joint_mask(query_mask, key_mask)
-    return chosen.causal(query, key, value, mask, scale, variant)
+    return chosen.causal(query, key, value, mask, scale, variant, **learned)
 
 
-def _nested_attention(query, key, value, masks, is_causal: bool, **options) -> Tensor:
+def _nested_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    is_causal: bool,
+    **options: Any,
+) -> Tensor:
     # here, since few callers pay for it
     from .nested import Sequences, check_same_lengths
 
@@ -125,6 +142,7 @@ def flow_attention_recurrent(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
     group: Group | None = None,
 ) -> tuple[Tensor, FlowState]:
@@ -138,7 +156,7 @@ def flow_attention_recurrent(
         state: of the tokens before; None where there are none. It is not changed.
         key_mask: (B, N) bool, True = takes part, for prompts of unequal length, padded left or right. A padded token
             leaves the state as it is.
-        scale, enable_gqa, variant, backend: as for `flow_attention`.
+        scale, enable_gqa, variant, powers, backend: as for `flow_attention`.
         group: as for `flow_attention`. All ranks pass the state of what was before the first rank's tokens, and get
             the state after the last rank's.
 
@@ -154,16 +172,17 @@ def flow_attention_recurrent(
     if group is not None:
         from .context import op
 
-        return op.recurrent(query, key, value, state, key_mask, scale, enable_gqa, variant, backend, group)
+        return op.recurrent(query, key, value, state, key_mask, scale, enable_gqa, variant, powers, backend, group)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, None, key_mask)
     checks.causal_lengths(query, key)
-    if state is not None:
-        checks.state(state, query, value)
     scale, variant = checks.scale(scale), checks.variant(variant, True)
+    if state is not None:
+        checks.state(state, query, value, variant)
+    learned = _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, True, variant)
     packed = None if state is None else state.pack()
-    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant)
+    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant, **learned)
     return result, FlowState.unpack(end)
 
 
@@ -180,6 +199,7 @@ def flow_attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
     backend: str | None = None,
     group: Group | None = None,
 ) -> Tensor:
@@ -191,7 +211,7 @@ def flow_attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 or int64, 0 followed by where each sequence ends. Tokens after the
             last end belong to no sequence and give 0.
         max_seqlen_q, max_seqlen_k: the longest length, or anything above it.
-        is_causal, scale, enable_gqa, variant, backend: as for `flow_attention`.
+        is_causal, scale, enable_gqa, variant, powers, backend: as for `flow_attention`.
         group: as for `flow_attention`. All ranks bound the same sequences, those without a token on a rank as empty:
             a rank with the tokens start … stop of all passes cu_seqlens.clamp(start, stop) - start.
 
@@ -206,13 +226,13 @@ def flow_attention_varlen(
         from .context import op
 
         bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return op.varlen(query, key, value, bounds, is_causal, scale, enable_gqa, variant, backend, group)
+        return op.varlen(query, key, value, bounds, is_causal, scale, enable_gqa, variant, powers, backend, group)
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    lengths, learned = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _learned(powers, query, variant)
     chosen = _choose(backend, query, key, value, is_causal, variant)
-    return chosen.packed(query, key, value, lengths, is_causal, scale, variant)
+    return chosen.packed(query, key, value, lengths, is_causal, scale, variant, **learned)
 
 
 def flow_maps(
@@ -225,6 +245,7 @@ def flow_maps(
     scale: float | None = None,
     enable_gqa: bool = False,
     variant: FlowVariant | str = _DEFAULT,
+    powers: Tensor | None = None,
 ) -> FlowMaps:
     """The flows behind an attention: incoming, outgoing, both after conservation, competition and allocation.
 
@@ -241,7 +262,8 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, options = checks.scale(scale), asdict(checks.variant(variant, is_causal))
+    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+    options = variant.as_options() | _learned(powers, query, variant)
     key = reference.repeat_heads(query, key)
     with without_autocast(query):
         if not is_causal:
@@ -285,7 +307,13 @@ def explain(
     return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
 
 
-def _choose(backend: str | None, query: Tensor, *rest) -> backends.Backend:
+def _learned(powers: Tensor | None, query: Tensor, variant: FlowVariant) -> dict[str, Tensor]:
+    """The powers as an argument of the backends that know them; the others refuse the variant that they need."""
+    checked = checks.powers(powers, query, query.shape[1], variant)
+    return {} if checked is None else {"powers": checked}
+
+
+def _choose(backend: str | None, query: Tensor, *rest: Any) -> backends.Backend:
     # only the operators of the torch backend can be mapped
     if backend is None and query.is_cuda and torch._C._are_functorch_transforms_active():
         backend = "torch"

@@ -10,11 +10,13 @@ Everything is plain autograd, in float64 for float64 inputs and in float32 for a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Mask = Tensor | None  # (B, N) bool; None where every token takes part
 
 
 class FlowMaps(NamedTuple):
@@ -28,22 +30,43 @@ class FlowMaps(NamedTuple):
     allocation: Tensor  # α, (B, H, N)
 
 
-def bidirectional(query, key, value, query_mask=None, key_mask=None, scale=1.0, **variant) -> Tensor:
+def bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask = None,
+    key_mask: Mask = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> Tensor:
     """R = α ⊙ (q kᵀ / I) (c ⊙ V) for query (B, H, N, D), key (B, H, M, D), value (B, H, M, E)."""
     weights = bidirectional_weights(query, key, query_mask, key_mask, scale, **variant)
     return (weights @ _valid(value, key_mask)).to(query.dtype)
 
 
-def bidirectional_weights(query, key, query_mask=None, key_mask=None, scale=1.0, **variant) -> Tensor:
-    """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes."""
+def bidirectional_weights(
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
+) -> Tensor:
+    """The matrix W (B, H, N, M) with R = W V. Its rows do not sum to one: allocation decides how much a sink takes.
+
+    With `renormalize` they sum to α: I gives way to what a sink receives from competing sources, ⟨q, Σ c k⟩.
+    """
     maps = bidirectional_maps(query, key, query_mask, key_mask, scale, **variant)
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0)
+    incoming = maps.incoming
+    if variant.get("renormalize"):
+        incoming = _flow(q, (k * maps.competition[..., None]).sum(-2, keepdim=True), **variant)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0)
     return (q @ k.mT) * received[..., None] * maps.competition[..., None, :]
 
 
-def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **variant) -> FlowMaps:
-    """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to."""
+def bidirectional_maps(
+    query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: Mask = None, scale: float = 1.0, **variant: Any
+) -> FlowMaps:
+    """Algorithm 1: the flows before and after conservation, and the competition and allocation they lead to.
+
+    `powers` (2, H) are exponents of each head: c = m·softmax(τ Ô) and α = sigmoid(Î)^γ; the paper's are 1.
+    """
     q, k = _features(query, query_mask, scale, **variant), _features(key, key_mask, scale, **variant)
     sinks, sources = _columns(query_mask, q), _columns(key_mask, k)
     n, m = sinks.sum(-1, keepdim=True).to(q.dtype), sources.sum(-1, keepdim=True).to(q.dtype)
@@ -56,7 +79,8 @@ def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **
     rescale = variant.get("rescale", True)
     match variant.get("competition", "softmax"):
         case "softmax":
-            flow = _clamped(conserved_outgoing, **variant).masked_fill(~sources, torch.finfo(q.dtype).min)
+            flow = _clamped(conserved_outgoing, **variant) * _power(0, **variant)
+            flow = flow.masked_fill(~sources, torch.finfo(q.dtype).min)
             axis = 1 if variant.get("competitors") == "heads" else -1
             competition = flow.softmax(axis) * (m if rescale else 1)
         case "sigmoid":
@@ -65,7 +89,8 @@ def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **
             competition = torch.ones_like(outgoing)
     match variant.get("allocation", "sigmoid"):
         case "sigmoid":
-            allocation = (conserved_incoming * (n / m.clamp_min(1) if rescale else 1)).sigmoid()
+            flow = conserved_incoming * (n / m.clamp_min(1) if rescale else 1)
+            allocation = flow.sigmoid() ** _power(1, **variant)
         case "softmax":
             flow = conserved_incoming.masked_fill(~sinks, torch.finfo(q.dtype).min)
             allocation = flow.softmax(-1) * (n if rescale else 1)
@@ -76,18 +101,33 @@ def bidirectional_maps(query, key, query_mask=None, key_mask=None, scale=1.0, **
     )
 
 
-def causal(query, key, value, mask=None, state=None, scale=1.0, **variant) -> tuple[Tensor, tuple[Tensor, ...]]:
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask = None,
+    state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Algorithm 2, continued from `state`: the result (B, H, N, E) and the state after the last token.
 
     The state of a head is everything the future needs of the past, in three tensors:
     sums (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I; memory (B, H, D, E) = Σ kᵀ c V; and scalars (B, H, 3) = the count of
     tokens, log Σ exp(Ô), and log Σ exp(Î), of which the last only serves `allocation="softmax"`.
+    With `renormalize` there is a fifth sum, Σ c k; with `powers`, τ Ô stands in the place of Ô.
     """
     maps, sums, scalars = _causal_maps(query, key, mask, state, scale, **variant)
     q, k, v = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant), _valid(value, mask)
     position = _position(_columns(mask, q), state)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0) / position
     contribution = k * maps.competition[..., None]
+    incoming = maps.incoming
+    if variant.get("renormalize"):
+        before = torch.zeros_like(sums[..., 0, :]) if state is None else state[0][..., 4, :]
+        competing_sum = _running_sum(before, contribution)
+        incoming = _flow(q, competing_sum[..., 1:, :], **variant) / position
+        sums = torch.cat([sums, competing_sum[..., -1:, :]], -2)
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0) / position
     result = ((q @ contribution.mT).tril() * received[..., None]) @ v
     memory = contribution.mT @ v
     if state is not None:
@@ -96,25 +136,37 @@ def causal(query, key, value, mask=None, state=None, scale=1.0, **variant) -> tu
     return result.to(query.dtype), (sums, memory, scalars)
 
 
-def causal_weights(query, key, mask=None, scale=1.0, **variant) -> Tensor:
+def causal_weights(query: Tensor, key: Tensor, mask: Mask = None, scale: float = 1.0, **variant: Any) -> Tensor:
     """The lower-triangular matrix W (B, H, N, N) with R = W V."""
     maps = causal_maps(query, key, mask, None, scale, **variant)
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
-    received = torch.where(maps.incoming > 0, maps.allocation / maps.incoming, 0) / _position(_columns(mask, q), None)
+    position, incoming = _position(_columns(mask, q), None), maps.incoming
+    if variant.get("renormalize"):
+        incoming = _flow(q, (k * maps.competition[..., None]).cumsum(-2), **variant) / position
+    received = torch.where(incoming > 0, maps.allocation / incoming, 0) / position
     return (q @ k.mT).tril() * received[..., None] * maps.competition[..., None, :]
 
 
-def causal_maps(query, key, mask=None, state=None, scale=1.0, **variant) -> FlowMaps:
+def causal_maps(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask = None,
+    state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0,
+    **variant: Any,
+) -> FlowMaps:
     """Algorithm 2: the maps, each token seeing only itself and the past."""
     return _causal_maps(query, key, mask, state, scale, **variant)[0]
 
 
-def _causal_maps(query, key, mask, state, scale, **variant):
+def _causal_maps(
+    query: Tensor, key: Tensor, mask: Mask, state: tuple[Tensor, ...] | None, scale: float, **variant: Any
+) -> tuple[FlowMaps, Tensor, Tensor]:
     q, k = _features(query, mask, scale, **variant), _features(key, mask, scale, **variant)
     valid = _columns(mask, q)
     position = _position(valid, state)  # D
     if state is None:
-        before = [q.new_zeros(*q.shape[:2], q.shape[-1])] * 4
+        before: tuple[Tensor, ...] = (q.new_zeros(*q.shape[:2], q.shape[-1]),) * 4
         count = q.new_zeros(q.shape[:2])
         log_outgoing = log_incoming = torch.full_like(count, -torch.inf)
     else:
@@ -135,7 +187,7 @@ def _causal_maps(query, key, mask, state, scale, **variant):
     bounded = _clamped(conserved_outgoing, **variant)
     match variant.get("competition", "softmax"):
         case "softmax":
-            share, log_outgoing = _running_softmax(bounded, valid, log_outgoing, count)
+            share, log_outgoing = _running_softmax(bounded * _power(0, **variant), valid, log_outgoing, count)
             competition = position * share
         case "sigmoid":
             competition = bounded.sigmoid()
@@ -143,7 +195,7 @@ def _causal_maps(query, key, mask, state, scale, **variant):
             competition = torch.ones_like(outgoing)
     match variant.get("allocation", "sigmoid"):
         case "sigmoid":
-            allocation = conserved_incoming.sigmoid()
+            allocation = conserved_incoming.sigmoid() ** _power(1, **variant)
         case "softmax":
             share, log_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count)
             allocation = position * share
@@ -158,15 +210,22 @@ def _causal_maps(query, key, mask, state, scale, **variant):
     return maps, torch.stack([part[..., -1, :] for part in sums], -2), torch.stack(scalars, -1)
 
 
-def _flow(x: Tensor, total: Tensor, *, eps: float = 1e-6, flow_eps: float = 0.0, **_) -> Tensor:
+def _flow(x: Tensor, total: Tensor, *, eps: float = 1e-6, flow_eps: float = 0.0, **_: Any) -> Tensor:
     return ((x + eps) * (total + eps)).sum(-1) + flow_eps
 
 
-def _clamped(flow: Tensor, *, clamp: float | None = None, **_) -> Tensor:
+def _clamped(flow: Tensor, *, clamp: float | None = None, **_: Any) -> Tensor:
     return flow if clamp is None else flow.clamp(-clamp, clamp)
 
 
-def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str = "sigmoid", eps=1e-6, **_) -> Tensor:
+def _power(index: int, *, powers: Tensor | None = None, **_: Any) -> Tensor | float:
+    """The exponent of the competition (0) or of the allocation (1) of each head, (H, 1)."""
+    return 1.0 if powers is None else powers[index, :, None]
+
+
+def _features(
+    x: Tensor, mask: Mask, scale: float, *, feature_map: str = "sigmoid", eps: float = 1e-6, **_: Any
+) -> Tensor:
     x = _valid(x, mask) * scale
     match feature_map:
         case "sigmoid":
@@ -180,18 +239,18 @@ def _features(x: Tensor, mask: Tensor | None, scale: float, *, feature_map: str 
     return _valid(x, mask)
 
 
-def _valid(x: Tensor, mask: Tensor | None) -> Tensor:
+def _valid(x: Tensor, mask: Mask) -> Tensor:
     """In the dtype of the sums, with the padding emptied: even a NaN there takes part in nothing."""
     x = x if x.dtype == torch.float64 else x.float()
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
-def _columns(mask: Tensor | None, x: Tensor) -> Tensor:
+def _columns(mask: Mask, x: Tensor) -> Tensor:
     """Which tokens are there, (B, 1, N)."""
     return x.new_ones(x.shape[0], 1, x.shape[-2], dtype=torch.bool) if mask is None else mask[:, None]
 
 
-def _position(valid: Tensor, state) -> Tensor:
+def _position(valid: Tensor, state: tuple[Tensor, ...] | None) -> Tensor:
     """D: how many tokens there are up to and including this one."""
     position = valid.cumsum(-1).to(torch.float32 if state is None else state[2].dtype)
     if state is not None:
@@ -221,7 +280,16 @@ def repeat_heads(query: Tensor, x: Tensor) -> Tensor:
     return x if shared == 1 else x.repeat_interleave(shared, 1)
 
 
-def _masked_maps(incoming, outgoing, conserved_incoming, conserved_outgoing, competition, allocation, sinks, sources):
+def _masked_maps(
+    incoming: Tensor,
+    outgoing: Tensor,
+    conserved_incoming: Tensor,
+    conserved_outgoing: Tensor,
+    competition: Tensor,
+    allocation: Tensor,
+    sinks: Tensor,
+    sources: Tensor,
+) -> FlowMaps:
     return FlowMaps(
         incoming.masked_fill(~sinks, 0),
         outgoing.masked_fill(~sources, 0),

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .variant import FlowVariant
+
 
 @dataclass(frozen=True, eq=False)
 class FlowState:
     """The seven sums that causal Flow-Attention carries from token to token, for B sequences of H heads.
 
     They lie in three plain tensors, in float32 (float64 for float64 inputs):
-        sums: (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I.
+        sums: (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I; (B, H, 5, D) with Σ c k at the end where the variant has `renormalize`.
         memory: (B, H, D, E) = Σ kᵀ c V.
         scalars: (B, H, 3) = the count of tokens, log Σ exp(Ô), and log Σ exp(Î). The last is an eighth sum, which
             only `allocation="softmax"` reads.
@@ -36,10 +38,14 @@ class FlowState:
         key_dim: int,
         value_dim: int | None = None,
         *,
+        variant: FlowVariant | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> FlowState:
-        """The state of `batch` sequences that have not begun. `heads` counts query heads."""
+        """The state of `batch` sequences that have not begun, of the default variant where it is None.
+
+        `heads` counts query heads.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"a state is kept in torch.float32 or torch.float64, got {dtype}: its sums span many tokens."
@@ -48,10 +54,10 @@ class FlowState:
         memory = torch.zeros(batch, heads, key_dim, value_dim, device=device, dtype=dtype)
         scalars = memory.new_full((batch, heads, 3), -torch.inf)
         scalars[..., 0] = 0
-        return cls(memory.new_zeros(batch, heads, 4, key_dim), memory, scalars)
+        return cls(memory.new_zeros(batch, heads, num_sums(variant), key_dim), memory, scalars)
 
     @classmethod
-    def unpack(cls, tensors: tuple[Tensor, Tensor, Tensor]) -> FlowState:
+    def unpack(cls, tensors: tuple[Tensor, ...]) -> FlowState:
         """The state made of what `pack` returned."""
         return cls(*tensors)
 
@@ -131,14 +137,20 @@ class FlowState:
         empty = FlowState.empty(*self.memory.shape, device=self.device, dtype=self.dtype)
         rows = rows.to(self.device)[:, None, None]
         return FlowState(
-            torch.where(rows[..., None], empty.sums, self.sums),
-            torch.where(rows[..., None], empty.memory, self.memory),
+            self.sums.masked_fill(rows[..., None], 0),
+            self.memory.masked_fill(rows[..., None], 0),
             torch.where(rows, empty.scalars, self.scalars),
         )
 
 
-def empty_state(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def num_sums(variant: FlowVariant | None) -> int:
+    """How many sums over features the state of this variant has."""
+    return 5 if variant is not None and variant.renormalize else 4
+
+
+def empty_state(query: Tensor, value: Tensor, variant: FlowVariant | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The packed state before the first token of a query (B, H, N, D) with values (B, H_kv, M, E)."""
     batch, heads, _, key_dim = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return FlowState.empty(batch, heads, key_dim, value.shape[-1], device=query.device, dtype=dtype).pack()
+    sizes = batch, heads, key_dim, value.shape[-1]
+    return FlowState.empty(*sizes, variant=variant, device=query.device, dtype=dtype).pack()

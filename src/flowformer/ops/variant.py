@@ -38,6 +38,9 @@ class FlowVariant:
         competitors: over what the softmax of the competition runs: the sources of a head, or the heads of a source, as
             in the code released for the Long-Range Arena. There m·softmax has the sum m at every source, so results are
             about m/H times as large. Bidirectional only, and not in the Triton kernels.
+        renormalize: divide by what a sink receives from competing sources, ⟨q, Σ c k⟩, in place of I. The rows of the
+            flow matrix then sum to α, as those of a softmax sum to 1; without competition nothing changes. The calls
+            take learned `powers` of c and α with it. Not in the Triton kernels.
 
     >>> FlowVariant(clamp=1.0) == FlowVariant.named("core")
     True
@@ -51,6 +54,7 @@ class FlowVariant:
     flow_eps: float = 0.0
     rescale: bool = True
     competitors: Competitors = "tokens"
+    renormalize: bool = False
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -76,9 +80,17 @@ class FlowVariant:
         """The fields by name, as `reference.py` takes them. Dynamo of torch 2.11 does not trace dataclasses.asdict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
-    def as_args(self) -> tuple:
-        """The fields in order, as the plain arguments of a registered operator; none of these lets heads compete."""
-        return tuple(getattr(self, name) for name in self.__slots__ if name != "competitors")
+    def as_args(self) -> tuple[Any, ...]:
+        """The fields in order, as the plain arguments of a registered operator.
+
+        Without those at the end that only plain autograd computes, so that no operator has them.
+        """
+        return tuple(getattr(self, name) for name in self.__slots__ if name not in ("competitors", "renormalize"))
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether there are registered operators for it; the torch backend leaves the others to autograd."""
+        return self.competitors == "tokens" and not self.renormalize
 
 
 # "core" also describes the released GPT module; the published time-series code has neither a clamp nor a mask.

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+Bounds = Tensor | None  # (B + 1,), 0 and where each sequence ends; None where sequences are not packed
+Spans = tuple[list[int], list[int]]  # where each sequence starts, and its length
 
 
 class PaddedSequences(NamedTuple):
@@ -51,7 +53,7 @@ class PaddedSequences(NamedTuple):
             x[self.tokens[self.mask]] = padded[self.mask]
 
 
-def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bool):
+def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> tuple[Spans, Spans]:
     """(starts, lengths) of the sequences of the queries, and those of the keys; raises on invalid bounds.
 
     Args:
@@ -67,7 +69,7 @@ def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bo
     return of_sinks, of_sources
 
 
-_checked: MutableMapping[Tensor, tuple] = WeakTensorKeyDictionary()
+_checked: MutableMapping[Tensor, tuple[object, ...]] = WeakTensorKeyDictionary()
 
 
 def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> None:
@@ -90,7 +92,7 @@ def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) ->
         _checked[cu_seqlens_q] = call
 
 
-def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> tuple[list[int], list[int]]:
+def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> Spans:
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     name = f"cu_seqlens_{side}"

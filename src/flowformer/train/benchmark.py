@@ -78,8 +78,8 @@ RATES = {"listops": 0.05, "text": 0.05, "retrieval": 0.05, "image": 5e-4, "pathf
 def benchmark(config: TrainConfig) -> TrainConfig:
     """The config with the benchmark's sizes, options and rate for its attention.
 
-    What is a defect there is none here: blocks are contiguous, and BigBird on images has the four heads that a misspelt
-    setting asks for. The sinusoids and the padding are those of the recipe.
+    Defects of the benchmark's code are not reproduced: blocks are contiguous, and BigBird on images has the four heads
+    that a misspelt setting asks for. The sinusoids and the padding are those of the recipe.
     """
     task = {"acl": "retrieval"}.get(config.recipe, config.recipe.partition("@")[0].removeprefix("lra/"))
     model = config.model

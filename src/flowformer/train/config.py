@@ -55,8 +55,8 @@ class TrainConfig:
         eval_epochs: epochs between evaluations.
         eval_batch_size: examples of one evaluated batch; None is batch_size.
         select_on: the split that says which evaluation is the best. "valid" leaves the test set alone until the end;
-            "test" is how much of the paper's code chooses, and results are labelled so.
-        episodes, final_episodes: to play at each evaluation and at the last, where an environment is what evaluates.
+            "test" is what most of the paper's code does; results say so.
+        episodes, final_episodes: to play at each evaluation and at the last, for tasks of reinforcement learning.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
         parallel: "ddp", the whole model on each rank, or "fsdp", a shard of it (FSDP2).
@@ -166,8 +166,8 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     """The config with some values replaced, each as key=value. The last parts of a key are enough if unique.
 
-    An attention brings its options along, which are keys as well. preset=benchmark comes before all others: what is set
-    besides is kept.
+    The options of the attention are keys, too. preset=benchmark is applied before all others, so that they override
+    it.
 
     >>> from flowformer.train import recipes
     >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .config import TrainConfig

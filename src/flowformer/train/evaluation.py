@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -18,7 +18,7 @@ from .config import TrainConfig
 
 
 def dataset_size(dataset: Dataset) -> int:
-    return len(dataset)  # type: ignore[arg-type]
+    return len(dataset)  # type: ignore[arg-type]  # map-style, so it has a length, which torch does not declare
 
 
 def padded_length(config: TrainConfig, splits: Splits) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device, set_seed  # type: ignore[import-untyped]
+from accelerate.utils import send_to_device, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from .. import data
@@ -155,7 +155,7 @@ class Trainer:
         batches = self.batches(progress.step)
         final: dict[str, Any] | None = None
         try:
-            with _stop_requests() as stop_requested:
+            with stop_requests() as stop_requested:
                 while progress.step < self.steps:
                     started = time.perf_counter()
                     self._update([next(batches) for _ in range(config.accumulate)])
@@ -376,7 +376,7 @@ class Trainer:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C interrupts at once."""
     requested = False
 

@@ -1,7 +1,7 @@
 """The recipes: one a cell of the paper's tables, each a complete config with the published hyperparameters.
 
 A recipe does what the paper describes and, where the released code falls short of that, does it right: padding takes
-part in nothing, the test set chooses nothing if there is a validation set, text is not cut at a quarter. Its name with
+part in nothing, the test set chooses nothing if there is a validation set, text has its full length. Its name with
 "@published" does what the released code does instead. The docstring of a recipe says where the two differ, and what
 neither the paper nor its code states.
 """

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate  # type: ignore[import-untyped]
+import accelerate
 import torch
 
 from .. import __version__

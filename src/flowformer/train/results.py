@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
@@ -19,7 +19,7 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .evaluation import evaluate, padded_length
+from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
 from .paper import paper_score, percent
@@ -190,7 +190,7 @@ def _multiply_adds(config: TrainConfig) -> int | None:
     """Of one image; other inputs have no fixed length."""
     if config.task != "images":
         return None
-    size = config.model.image_size  # type: ignore[union-attr]
+    size = config.model.image_size  # type: ignore[union-attr]  # the task's models have one
     rows, columns = size if isinstance(size, tuple) else (size, size)
     with torch.device("meta"):
         model = tasks.get(config.task).build(config)
@@ -289,7 +289,7 @@ def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tupl
     if config.task not in ("series", "images"):
         raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
     examples: dict[int, Any] = {}
-    for i in range(len(splits.test)):  # type: ignore[arg-type]
+    for i in range(dataset_size(splits.test)):
         example = splits.test[i]
         examples.setdefault(int(example["label"]), example)
         if len(examples) == min(9, splits.info.num_classes or 9):

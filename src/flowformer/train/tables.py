@@ -1,6 +1,6 @@
 """The tables of the paper as data: which recipe and which method each cell is, in the paper's layout.
 
-A row more is a `Method` more, a column more a `Column` more. `reproduce` runs the cells, `results` fills the tables in.
+To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the cells, `results` fills the tables in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DATA_OPTIONS = "data_options."
 
 @dataclass(frozen=True)
 class Method:
-    """A row: an attention, or a method that is none.
+    """A row: an attention, or a method that is not one.
 
     Args:
         label: as the paper prints it.

@@ -136,7 +136,7 @@ class Classification(Task):
         return F.cross_entropy(logits.float(), label, reduction="sum", label_smoothing=smoothing)
 
     def metrics(self, config: TrainConfig) -> dict[str, Metric]:
-        classes = config.model.num_classes  # type: ignore[union-attr]
+        classes = config.model.num_classes  # type: ignore[union-attr]  # the task's models have it
         metrics: dict[str, Metric] = {"accuracy": _accuracy(classes), "loss": _Mean()}
         if classes > 100:
             metrics["top5"] = _accuracy(classes, top_k=5)
@@ -272,7 +272,7 @@ class Decision(Task):
                 target_return,
                 state_mean=train.state_mean.numpy(),
                 state_std=train.state_std.numpy(),
-                window=config.model.window,  # type: ignore[union-attr]
+                window=config.model.window,  # type: ignore[union-attr]  # the task's models have it
             )
             played = evaluate(policy, envs, episodes, seed=config.seed + 100)
             envs.close()
@@ -330,7 +330,7 @@ def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Te
     """Mixup or cutmix over a batch, and its soft labels."""
     from timm.data.mixup import Mixup
 
-    classes = config.model.num_classes  # type: ignore[union-attr]
+    classes = config.model.num_classes  # type: ignore[union-attr]  # the task's models have it
     mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
     # timm mixes image i with image B - 1 - i, in place
     return mix(images.clone(), label)

@@ -13,7 +13,22 @@ except Exception as error:  # a torchvision built for another torch raises Runti
         "flowformer.integrations.timm needs timm and a torchvision that fits torch: pip install 'flowformer[timm]'."
     ) from error
 
-from .attention import FlowAttention, TimmFlowAttention
+from ..._utils import moved
+from .attention import TimmFlowAttention
 from .flowformer import TimmFlowDeiT, TimmFlowformer
 
-__all__ = ["FlowAttention", "TimmFlowAttention", "TimmFlowDeiT", "TimmFlowformer"]
+__all__ = ["TimmFlowAttention", "TimmFlowDeiT", "TimmFlowformer"]
+
+_MODELS = (
+    "deit_base_flow_patch16_224",
+    "deit_small_flow_patch16_224",
+    "deit_tiny_flow_patch16_224",
+    "flowformer_16heads_patch4_224",
+    "flowformer_patch2_32",
+    "flowformer_patch4_224",
+)
+# `flowformer.nn.FlowAttention` is another class
+__getattr__ = moved(
+    __name__,
+    {"FlowAttention": f"{__name__}.TimmFlowAttention", **{name: f"{__name__}.flowformer.{name}" for name in _MODELS}},
+)

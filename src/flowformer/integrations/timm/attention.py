@@ -74,9 +74,6 @@ class TimmFlowAttention(Attention):
         return f"variant={self.variant}"
 
 
-FlowAttention = TimmFlowAttention  # the name of earlier versions; `flowformer.nn.FlowAttention` is another class
-
-
 def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     batch, length = x.shape[0], x.shape[1]
     shape = tuple(attn_mask.shape)
@@ -120,8 +117,8 @@ def check_attention(model: nn.Module, name: str) -> None:
 def _check_created_models() -> None:
     """Make timm.create_model check the models it was asked to build with TimmFlowAttention.
 
-    Swin and others swallow arguments they do not know, so that nothing of ours would ever be called. create_model looks
-    its entry points up here, however it was imported.
+    Swin and others silently ignore arguments they do not know and would keep their own attention. create_model looks up
+    its entry points in the registry that is wrapped here, however create_model was imported.
     """
     lookup = _factory.model_entrypoint
 

@@ -138,7 +138,7 @@ class _TimmModel(ImageClassifier):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Learn positions for images of another size from now on, beginning with those that images of it get now.
+        """Change the image size: positions are interpolated to it once, and learned from there.
 
         Args:
             img_size: one number, or rows and columns.
@@ -157,7 +157,7 @@ class _TimmModel(ImageClassifier):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what the feature maps at `indices` do not need, and return their places counted from the start."""
+        """Remove what the feature maps at `indices` do not need, and return these indices counted from the start."""
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
         self._cut(last + 1)
         self.feature_info = self.feature_info[: last + 1]
@@ -172,7 +172,7 @@ class _TimmModel(ImageClassifier):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Put a new head in, and if asked pool in another way; no classes, no head."""
+        """Replace the head, and the pooling if given; num_classes=0 removes the head."""
         if global_pool is not None:
             self._set_pool(global_pool)
         self.config = replace(self.config, num_classes=num_classes)
@@ -190,7 +190,7 @@ class _TimmModel(ImageClassifier):
         self.gradient_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that are no weights of a map; those of one dimension timm leaves out by itself."""
+        """Parameters without weight decay, besides those of one dimension, which timm leaves out by itself."""
         return {"positions.weight", "class_token"}
 
     def _set_pool(self, name: str) -> None:
@@ -226,7 +226,7 @@ class TimmFlowformer(_TimmModel, FlowformerVision):
         self.stages = self.stages[:depth]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Which parameters belong together, for learning rates that fall with the depth."""
+        """Groups of parameters for layer-wise learning-rate decay."""
         fine = [(r"^patch_embed\.(\d+)", (0,)), (r"^stages\.(\d+)\.(\d+)", None), (r"^norm", (99999,))]
         return {
             "stem": r"^positions|^patch_embed\.0",
@@ -257,7 +257,7 @@ class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
         self.layers = self.layers[:depth]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Which parameters belong together, for learning rates that fall with the depth."""
+        """Groups of parameters for layer-wise learning-rate decay."""
         return {
             "stem": r"^class_token|^positions|^patch_embed",
             "blocks": [(r"^layers\.(\d+)", None), (r"^norm", (99999,))],

@@ -17,7 +17,7 @@ except Exception as error:  # a broken installation raises more than ImportError
 
 from . import served as served
 from .attention import flow_attention_forward, flow_attention_mask
-from .cache import NAME, FlowCacheLayer
+from .cache import NAME, FlowCache, FlowCacheLayer
 from .config import FlowformerConfig
 from .models import (
     FlowformerForCausalLM,
@@ -29,6 +29,7 @@ from .models import (
 )
 
 __all__ = [
+    "FlowCache",
     "FlowCacheLayer",
     "FlowformerConfig",
     "FlowformerForCausalLM",

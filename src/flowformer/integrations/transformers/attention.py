@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ...ops import flow_attention, flow_attention_varlen
-from .cache import NAME
+from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varlen
+from .cache import NAME, FlowCacheLayer
+from .heads import KEPT, FlowHeads
 from .served import ATTENDS_ELSEWHERE, is_cross_attention, refuse
+from .softmax import Tokens, softmax_attention, window_attention
 
 
 def flow_attention_forward(
@@ -34,35 +36,101 @@ def flow_attention_forward(
 
     Args:
         query: (B, H, N, D).
-        key, value: (B, H_kv, N, D) where H_kv divides H.
+        key, value: (B, H_kv, N, D) where H_kv divides H; with a cache those of the new tokens alone.
         attention_mask: what `flow_attention_mask` made.
         dropout: on the result: there is no matrix of weights to drop from.
-        scaling: not used. It keeps a softmax from saturating, and there is none.
+        scaling: of the scores of a softmax; used only where one is kept, see `Exchange`.
         is_causal: None is what the module says.
         kwargs: cu_seq_lens_q and cu_seq_lens_k are the bounds of packed sequences.
 
     Returns: (B, N, H, D), and None for the weights.
     """
+    heads = getattr(module, "flow", None)
+    past = None if heads == KEPT else _past(module)
+    tokens = tokens_of(module, query, key, attention_mask, is_causal, past, kwargs)
+    if heads == KEPT:
+        result = softmax_attention(query, key, value, tokens, scaling, kwargs.get("softcap"))
+    elif heads is None:
+        result = _flow(query, key, value, tokens, past, {})
+    else:
+        result = exchanged_attention(heads, query, key, value, tokens, scaling, kwargs.get("softcap"), past)
+    return F.dropout(result.transpose(1, 2), dropout, module.training).contiguous(), None
+
+
+def exchanged_attention(
+    heads: FlowHeads,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: Tokens,
+    scaling: float | None,
+    softcap: float | None,
+    past: FlowCacheLayer | None = None,
+) -> Tensor:
+    """Flow-Attention with what its heads have learned, and a softmax in a window beside it, (B, H, N, E)."""
+    q, k = heads.features(query, key)
+    count = None if past is None or past.state is None else past.state.count
+    result = _flow(q, k, value, tokens, past, {"variant": heads.variant, "powers": heads.powers})
+    window = heads.exchange.window
+    if window:
+        seen = tokens.seen(query, count)
+        if past is not None and past.state is not None:
+            key, value, mask = past.remember(key, value, tokens.mask, window - 1)
+            tokens = tokens._replace(mask=mask)
+        near, log_near, inside = window_attention(query, key, value, tokens, window, scaling, softcap)
+        share = heads.near_share(query, log_near, seen - inside)[..., None].to(result.dtype)
+        result = share * near + (1 - share) * result
+    return result if heads.gain is None else result * heads.gain[:, None, None].to(result.dtype)
+
+
+def _flow(query, key, value, tokens: Tokens, past: FlowCacheLayer | None, options: dict[str, Any]) -> Tensor:
+    """Flow-Attention of tokens padded, packed, or continued from a cache, (B, H, N, E)."""
+    new = query.shape[2]
+    options = {"enable_gqa": query.shape[1] != key.shape[1], **options}
+    if tokens.bounds is not None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B·N, H, D)
+        options |= {"is_causal": tokens.is_causal}
+        result = flow_attention_varlen(q, k, v, tokens.bounds, tokens.bounds, new, new, **options)
+        result = result.unflatten(0, (len(query), -1)).transpose(1, 2)
+    elif past is not None and tokens.is_causal:
+        mask = None if tokens.mask is None else tokens.mask[:, -new:]
+        state = None if past.state is None else past.state.to(query.device)
+        result, state = flow_attention_recurrent(query, key, value, state, key_mask=mask, **options)
+        past.advance(state, new)
+        return result
+    else:
+        options |= {"is_causal": tokens.is_causal, "key_mask": tokens.mask}
+        query_mask = tokens.mask if new == key.shape[2] else None
+        result = flow_attention(query, key, value, query_mask=query_mask, **options)
+    if past is not None:
+        past.advance(None, new)
+    return result
+
+
+def tokens_of(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    past: FlowCacheLayer | None,
+    options: dict[str, Any],
+) -> Tokens:
+    """What the layer, its mask and the caller say of the tokens; raises on what is not served."""
     own = getattr(module, "is_causal", None)
-    if attention_mask is not None and attention_mask.dim() in (1, 3) and not own:
+    if mask is not None and mask.dim() in (1, 3) and not own:
         is_causal = True  # a layer that does not know of the causal mask it is given
     elif is_causal is None:
         is_causal = own
-    _check(module, query, key, attention_mask, is_causal, kwargs)
-    options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
-    packed_q, packed_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if attention_mask is not None and attention_mask.dim() == 1:
-        packed_q = packed_k = attention_mask
+    _check(module, query, key, mask, is_causal, past, options)
+    packed_q, packed_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if mask is not None and mask.dim() == 1:
+        packed_q = packed_k = mask
     if packed_q is not None and packed_k is not None:
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # (B·N, H, D)
-        result = flow_attention_varlen(q, k, v, packed_q, packed_k, query.shape[2], key.shape[2], **options)
-        result = result.unflatten(0, (len(query), -1))
-    else:
-        key_mask = None if attention_mask is None or attention_mask.stride(-1) == 0 else attention_mask.bool()
-        key_mask = key_mask.squeeze(1) if key_mask is not None and key_mask.dim() == 3 else key_mask
-        query_mask = key_mask if query.shape[2] == key.shape[2] else None
-        result = flow_attention(query, key, value, query_mask=query_mask, key_mask=key_mask, **options).transpose(1, 2)
-    return F.dropout(result, dropout, module.training).contiguous(), None
+        return Tokens(bool(is_causal), bounds=packed_q)
+    if mask is None or mask.stride(-1) == 0:
+        return Tokens(bool(is_causal))
+    return Tokens(bool(is_causal), mask.bool().squeeze(1) if mask.dim() == 3 else mask.bool())
 
 
 def flow_attention_mask(
@@ -83,14 +151,22 @@ def flow_attention_mask(
     padding is one number expanded. Where a row holds several sequences, packed or in chunks, their bounds (R + 1,).
     Any other pattern has no linear form and is an error.
     """
-    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function) or q_length != kv_length
-    starts = None if is_plain or use_vmap else _starts(mask_function, batch_size, q_length, device)
+    is_causal = _is_causal(mask_function)
+    # where lengths differ and nothing is causal, queries attend to another sequence, which the attention refuses
+    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    is_plain = is_plain or (q_length != kv_length and not is_causal)
+    starts = None if is_plain or use_vmap else _starts(mask_function, batch_size, kv_length, device)
     if is_plain or (starts is not None and not starts[:, 1:].any()):
-        if not _is_causal(mask_function):
+        if not is_causal:
             return attention_mask
         if attention_mask is None:
             attention_mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
         return attention_mask[:, None]
+    if q_length != kv_length:
+        raise NotImplementedError(
+            f"{NAME} cannot continue packed sequences or chunks from a cache: a state has no place where it begins "
+            "again. Pass use_cache=False, or a text no longer than a chunk or window of the model."
+        )
     if starts is None or (attention_mask is not None and not attention_mask.all()):
         raise NotImplementedError(
             f"{NAME} takes padding, or packed sequences and chunks without padding, causal or not. This model asks for "
@@ -144,8 +220,32 @@ def bounds(starts: Tensor) -> Tensor:
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).int()
 
 
+def _past(module: nn.Module) -> FlowCacheLayer | None:
+    """What the layer keeps of the tokens before these, or None without a cache; found by a hook, see `served.py`."""
+    cache = getattr(module, "_flow_cache", None)
+    if cache is None:
+        return None
+    index = getattr(module, "layer_idx", None)
+    layer = cache.layers[index] if index is not None and index < len(cache.layers) else None
+    if not isinstance(layer, FlowCacheLayer):
+        raise TypeError(
+            f"got a {type(cache).__name__} without a state for this {type(module).__name__}: keys and values alone "
+            f"lack the sums over past queries that {NAME} needs. Pass FlowCache(model.config), or no cache: generate "
+            "and the model make one."
+        )
+    if layer.length and layer.state is None:
+        raise ValueError("got the cache of packed or bidirectional tokens, which have no state to continue from.")
+    return layer
+
+
 def _check(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None, options: dict
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    past: FlowCacheLayer | None,
+    options: dict,
 ) -> None:
     if is_cross_attention(module):
         raise refuse(type(module), ATTENDS_ELSEWHERE)
@@ -156,15 +256,14 @@ def _check(
                 "another attn_implementation."
             )
     window = options.get("sliding_window")
-    if window and window < query.shape[2]:
+    if window and window < query.shape[2] + (0 if past is None else past.length):
         raise refuse(type(module), f"its window of {window} is shorter than the input, which has no linear form")
     if is_causal is None:
         raise refuse(type(module), "it does not say whether it is causal")
-    if is_causal and query.shape[2] != key.shape[2]:
+    if is_causal and query.shape[2] != key.shape[2] and getattr(module, "flow", None) != KEPT:
         raise NotImplementedError(
             f"got {query.shape[2]} queries and {key.shape[2]} keys: {NAME} cannot decode from a cache of keys and "
-            "values, which lacks the sums over past queries. Pass use_cache=False, or use FlowformerForCausalLM of "
-            "flowformer.integrations.transformers, whose cache keeps them."
+            "values, which lacks the sums over past queries. Pass FlowCache(model.config), or use_cache=False."
         )
     if mask is not None and (mask.dim() > 3 or (mask.dim() == 3 and mask.shape[1] != 1)):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -69,7 +69,8 @@ class FlowformerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs) -> None:
         self._check_names(kwargs)
         variant = FlowVariant() if self.variant is None else self.variant
-        self.variant = asdict(FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant))
+        variant = FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant)
+        self.variant = variant.as_options()
         self.lm_config()
         super().__post_init__(**kwargs)
 
@@ -87,7 +88,7 @@ class FlowformerConfig(PreTrainedConfig):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """All options. PEFT asks for them before it looks up which layers to adapt, so ours are told to it here."""
+        """All options. PEFT calls this before it looks up which layers to adapt, so ours are registered here."""
         constants = sys.modules.get("peft.utils.constants")
         if constants is not None:
             like = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
@@ -105,7 +106,8 @@ class FlowformerConfig(PreTrainedConfig):
         """The library's own list of layer types cannot be added to; ours are right by construction."""
 
     def lm_config(self) -> LMConfig:
-        """The same model, as `flowformer.models.FlowformerLM` describes it; the head is ours, so it has none."""
+        """The same model, as a config of `flowformer.models.FlowformerLM`; the head is added here."""
+        # mypy: a config of transformers has plain strings, which LMConfig checks
         return LMConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,

@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
-from ...ops import FlowState
+from ...ops import FlowState, FlowVariant
 from ...ops.varlen import PaddedSequences
 from .attention import bounds
 from .cache import FlowCacheLayer
@@ -54,7 +54,7 @@ class FlowformerPreTrainedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        # the published scheme is one of the whole model; the guard spares what was loaded
+        # the published scheme initialises the whole model at once; the guard skips loaded weights
         with guard_torch_init_functions():
             for module in self.modules():
                 if isinstance(module, FlowformerLM):
@@ -167,10 +167,11 @@ class FlowformerModel(FlowformerPreTrainedModel):
         """The state of sequences (B, N, W) that have not begun; quantised layers have no weights to tell its dtype."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         heads = self.config.num_attention_heads
-        return FlowState.empty(len(x), heads, self.config.hidden_size // heads, device=x.device, dtype=dtype)
+        sizes, variant = (len(x), heads, self.config.hidden_size // heads), FlowVariant(**self.config.variant)
+        return FlowState.empty(*sizes, variant=variant, device=x.device, dtype=dtype)
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
-        """`_run` on packed sequences, each a row of its own on the way."""
+        """`_run` on packed sequences, each padded to a row of its own for the layers."""
         rows = PaddedSequences.all(cu_seqlens, int(cu_seqlens.diff().max()))
         padded, hidden_states = self._run(x.flatten(0, 1)[rows.tokens], rows.mask, None, None, output_hidden_states)
 
@@ -242,7 +243,7 @@ class FlowformerForCausalLM(_WithLMHead, GenerationMixin):
 
 
 class FlowformerForMaskedLM(_WithLMHead):
-    """Guesses the words that are masked out, from those on both sides; needs is_causal=False.
+    """Predicts masked tokens from those on both sides; needs is_causal=False.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
     >>> FlowformerForMaskedLM(config)(torch.tensor([[3, 1, 4]])).logits.shape

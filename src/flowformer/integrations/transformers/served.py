@@ -1,8 +1,8 @@
 """Which models of transformers Flow-Attention serves, and what is done about those it does not.
 
-A model that computes its attention itself takes any `attn_implementation` without a word, and goes on with softmax,
-often without a causal mask. transformers has no hook to refuse one, so this file extends methods of `PreTrainedModel`
-and `PreTrainedConfig`; with any other attention they do what they always did.
+A model whose attention is hard-coded accepts any `attn_implementation` silently and keeps computing softmax, often
+without a causal mask. transformers has no hook to refuse it, so this file extends methods of `PreTrainedModel` and
+`PreTrainedConfig`; with any other attention they behave as before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousMixin
 
-from .cache import NAME
+from .cache import NAME, with_states
+from .heads import KEPT, Exchange, FlowHeads, sizes_of
 
 # by these names an attention layer finds the function that computes it
 LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
@@ -39,14 +41,14 @@ def is_flow(config: PreTrainedConfig | None) -> bool:
 
 
 def is_cross_attention(layer: nn.Module, name: str = "") -> bool:
-    """Whether a layer attends to another sequence, by its name, that of its class, or its own account."""
+    """Whether a layer attends to another sequence, by its name, its class or its `is_cross_attention`."""
     is_of_decoder = getattr(layer, "is_decoder", False) is True and getattr(layer, "is_causal", None) is False
     says_so = getattr(layer, "is_cross_attention", False) is True
     return is_of_decoder or says_so or bool(CROSS_ATTENTION.search(f"{name} {type(layer).__name__}"))
 
 
 def attention_layers(module: nn.Module, config: Any = None, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The attention layers that are to run Flow-Attention: modules called so that contain no other, and their names.
+    """The layers that are to run Flow-Attention: modules named attention that contain no other such module, by name.
 
     Heads that pool tokens by attention are the same whatever the attn_implementation, and are left out.
     """
@@ -121,8 +123,34 @@ def check_model(model: PreTrainedModel) -> None:
         raise refuse(type(model), "it has no attention layer to replace")
 
 
+def attach_heads(model: PreTrainedModel, **factory: Any) -> None:
+    """Give each attention layer what the exchange in the config of the model says, if there is one.
+
+    Args:
+        factory: device and dtype of what is learned.
+    """
+    exchange = Exchange.of(model.config)
+    if exchange is None:
+        return
+    layers = [layer for _, layer in attention_layers(model)]
+    unknown = [index for index in exchange.keep_layers if not 0 <= index < len(layers)]
+    if unknown:
+        raise ValueError(f"keep_layers names {unknown}, but {type(model).__name__} has {len(layers)} attention layers.")
+    for index, layer in enumerate(layers):
+        if index in exchange.keep_layers:
+            layer.flow = KEPT  # type: ignore[assignment]
+        elif not hasattr(layer, "flow"):
+            layer.flow = FlowHeads(exchange, *sizes_of(layer, getattr(layer, "config", model.config)), **factory)
+
+
 def prepare(model: PreTrainedModel) -> None:
-    """Have the positions of a model follow its mask."""
+    """Have the positions of a model follow its mask, and its attention layers find their cache."""
+    model._is_stateful = True  # generate then refuses what would need to take tokens back
+    for _, layer in attention_layers(model):
+        if not hasattr(layer, "_flow_cache"):
+            layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
+            layer.register_forward_hook(_after_attention, always_call=True)
+        layer._flow_cache = None  # type: ignore[assignment]
     names = list(inspect.signature(model.forward).parameters)
     hands_on = any("attention_mask" in inspect.signature(part.forward).parameters for part in parts_of(model)[1:])
     # some models count by rules of their own that follow the mask, and some leave it to a model inside
@@ -133,6 +161,15 @@ def prepare(model: PreTrainedModel) -> None:
     # RoBERTa and its like count from the position after that of padding
     like_roberta = (part for part in model.modules() if hasattr(part, "create_position_ids_from_inputs_embeds"))
     model._flow_padding = next((part.padding_idx for part in like_roberta), None)  # type: ignore[assignment]
+
+
+def _before_attention(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Tell the attention function of the cache, which is passed to its layer only."""
+    layer._flow_cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+
+
+def _after_attention(layer: Any, args: tuple, output: Any) -> None:
+    layer._flow_cache = None
 
 
 def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -151,7 +188,10 @@ def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     mask = given.get("attention_mask")
     if given.get("position_ids") is not None or tokens is None:
         return None
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(tokens):
+        return None
+    new = tokens.shape[1]
+    if mask.shape[1] != new and (given.get("past_key_values") is None or mask.shape[1] < new):
         return None
     if model.config.model_type in CONVOLUTIONAL and not mask.all():
         raise refuse(type(model), "it takes padding for tokens. Pass rows of one length")
@@ -162,6 +202,7 @@ def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     mask = mask.long()
     count, before = mask.cumsum(-1), model._flow_padding
     positions = (count - 1).clamp_min(0) if before is None else before + count * mask
+    positions = positions[:, -new:]  # those before are in the cache
     place = names.index("position_ids")
     if place < len(args):
         return (*args[:place], positions, *args[place + 1 :]), kwargs
@@ -206,6 +247,7 @@ def finish(original: Callable, model: PreTrainedModel) -> None:
     if asks_for_flow(model):
         check_layers(model)
     if is_flow(model.config):
+        attach_heads(model)
         prepare(model)
     original(model)
 
@@ -214,6 +256,13 @@ def _is_part() -> bool:
     """Whether the model at hand is built by the constructor of another, of which it will be a part."""
     frames = (info.frame for info in inspect.stack(0))
     return any(f.f_code.co_name == "__init__" and isinstance(f.f_locals.get("self"), PreTrainedModel) for f in frames)
+
+
+@extends(PreTrainedModel, "_initialize_weights")
+def initialize(original: Callable, model: PreTrainedModel, module: nn.Module, *args, **kwargs) -> None:
+    if isinstance(module, FlowHeads) and not getattr(module, "_is_hf_initialized", False):
+        module.reset_parameters()
+    original(model, module, *args, **kwargs)
 
 
 @extends(PreTrainedModel, "_from_config")
@@ -250,6 +299,7 @@ def set_attn_implementation(original: Callable, model: PreTrainedModel, choice: 
         raise
     for part in parts:
         if is_flow(part.config):
+            attach_heads(part, device=part.device)
             prepare(part)
 
 
@@ -271,6 +321,18 @@ def _choice(fields: dict[str, Any]) -> str | dict | None:
     if isinstance(own, dict) or all(part == own for part in parts.values()):
         return own
     return {"": own, **parts} if any([own, *parts.values()]) else None
+
+
+@extends(StaticCache, "__init__")
+@extends(DynamicCache, "__init__")
+def keep_states(original: Callable, cache: Any, *args, **kwargs) -> None:
+    """Have every cache that is made for a model with Flow-Attention hold states, also one that `generate` makes."""
+    original(cache, *args, **kwargs)
+    config = inspect.signature(original).bind(cache, *args, **kwargs).arguments.get("config")
+    decoder = None if config is None else config.get_text_config(decoder=True)
+    if is_flow(decoder):
+        exchange = Exchange.of(decoder)
+        cache.layers = with_states(cache.layers, () if exchange is None else exchange.keep_layers)
 
 
 @extends(ContinuousMixin, "init_continuous_batching")

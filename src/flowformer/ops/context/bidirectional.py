@@ -23,7 +23,16 @@ from ..variant import FlowVariant
 from .exchange import Exchange
 
 
-def attend(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant, exchange: Exchange) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    variant: FlowVariant,
+    exchange: Exchange,
+) -> Tensor:
     """The result for this rank's queries, (B, H, N, E)."""
     part = Part(query, key, value, query_mask, key_mask, scale, variant)
     result: Tensor = _Attend.apply(query, key, value, part, exchange)
@@ -90,7 +99,7 @@ class Flows(NamedTuple):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, part: Part, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, part: Part, exchange: Exchange) -> Tensor:
         with without_autocast(query):
             result, flows = _forward(part, exchange)
         ctx.save_for_backward(query, key, value, part.query_mask, part.key_mask, *flows)
@@ -98,7 +107,7 @@ class _Attend(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> Any:
         with without_autocast(grad):
             return *differentiate(_saved_backward, grad, *ctx.saved_tensors, *ctx.options), None, None
 

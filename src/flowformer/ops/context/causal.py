@@ -26,9 +26,9 @@ Recurrent = Callable[..., tuple[Tensor, State]]
 
 
 def attend(
-    query,
-    key,
-    value,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Tensor | None,
     state: State | None,
     scale: float,
@@ -98,7 +98,7 @@ class _FeatureSum(torch.autograd.Function):
     """Σ φ(scale·x) over the tokens of x (B, H, N, D), which keeps nothing but x."""
 
     @staticmethod
-    def forward(ctx: Any, x, mask, scale, variant) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
         ctx.save_for_backward(x, mask)
         ctx.options = scale, variant
         total = x.new_empty(*x.shape[:2], x.shape[3], dtype=sum_dtype(x))
@@ -107,17 +107,19 @@ class _FeatureSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):
-        return differentiate(_feature_sum_gradient, grad, *ctx.saved_tensors, *ctx.options), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return *differentiate(_feature_sum_gradient, grad, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
-def _feature_sum_gradient(grad: Tensor, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
+def _feature_sum_gradient(
+    grad: Tensor, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
+) -> tuple[Tensor]:
     grad_x = torch.empty_like(x)
     for block in head_blocks(x, x, x, x.shape[2], MIN_BLOCKS):
         feature = features(block.sinks(x), block.mask(mask), scale, variant)
         grad_feature = block.sinks(grad)[:, None].expand_as(feature)
         block.write_sinks(grad_x, feature_gradient(grad_feature, feature, scale, variant))
-    return grad_x
+    return (grad_x,)
 
 
 class _Before(torch.autograd.Function):
@@ -130,14 +132,14 @@ class _Before(torch.autograd.Function):
         return before, torch.zeros_like(x) if total is None else total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_total: Tensor):
-        return differentiate(_before_gradient, grad, grad_total, ctx.exchange, ctx.with_total), None, None
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
+        return *differentiate(_before_gradient, grad, grad_total, ctx.exchange, ctx.with_total), None, None
 
 
-def _before_gradient(grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool) -> Tensor:
+def _before_gradient(grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor]:
     grads = torch.stack([grad, grad_total], 1) if with_total else grad
     after, total = exchange.before(grads, with_total, reverse=True)
-    return after if total is None else after[:, 0] + total[:, 1]
+    return (after if total is None else after[:, 0] + total[:, 1],)
 
 
 class _LogBefore(torch.autograd.Function):
@@ -152,12 +154,14 @@ class _LogBefore(torch.autograd.Function):
         return running[exchange.rank], running[-1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_total: Tensor):
+    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
         saved = *ctx.saved_tensors, ctx.exchange, ctx.with_total
         return *differentiate(_log_before_gradient, grad, grad_total, *saved), None, None
 
 
-def _log_before_gradient(grad, grad_total, every, running, exchange: Exchange, with_total: bool):
+def _log_before_gradient(
+    grad: Tensor, grad_total: Tensor, every: Tensor, running: Tensor, exchange: Exchange, with_total: bool
+) -> tuple[Tensor, Tensor]:
     rank = exchange.rank
     own = torch.stack([grad, grad_total], 1) if with_total else grad[:, None]
     grads = exchange.gather(own, 0.0)  # (P, B, 1 or 2, ...)

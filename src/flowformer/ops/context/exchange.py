@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,7 @@ class Exchange:
         self._run(dist.all_to_all_single, received, x)
         return received
 
-    def _run(self, collective, received: Tensor, sent: Tensor) -> None:
+    def _run(self, collective: Callable[..., Any], received: Tensor, sent: Tensor) -> None:
         try:
             collective(received, sent, group=self.group)
         except RuntimeError as error:
@@ -217,10 +218,8 @@ def first_after(tokens: Tensor, missing: int, group: Group) -> Tensor:
     exchange = Exchange(process_group(group))
     first = F.pad(tokens, (0, 1), value=missing)[:, 0].long()
     every = exchange.integers(torch.cat([first, first.new_tensor([tokens.shape[1]])]))[exchange.rank + 1 :]
-    for rank in every:
-        if rank[-1] > 0:
-            return rank[:-1]
-    return torch.full_like(first, missing)
+    following: Tensor = next((rank[:-1] for rank in every if rank[-1] > 0), torch.full_like(first, missing))
+    return following
 
 
 _agreed: set[tuple[str, int]] = set()

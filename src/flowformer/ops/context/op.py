@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,66 +17,104 @@ from ..varlen import Lengths, PaddedSequences, starts_and_lengths
 from . import bidirectional, causal
 from .exchange import Exchange, Group, check_agreement, process_group
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-@torch.compiler.disable
+
+def _not_compiled(function: _F) -> _F:
+    """The exchanges read lengths and answers on the host, which would break a graph anyway."""
+    return cast(_F, torch.compiler.disable(function))
+
+
+@_not_compiled
 def attention(
-    query, key, value, is_causal: bool, query_mask, key_mask, scale, enable_gqa: bool, variant, backend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    variant: FlowVariant | str,
+    powers: Tensor | None,
+    backend: str | None,
+    group: Group,
 ) -> Tensor:
     """See `flow_attention`."""
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
         checks.attention_masks(query, key, query_mask, key_mask)
-        scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+        factor, reading = checks.scale(scale), _checked_variant(variant, powers, is_causal)
         if is_causal:
             checks.causal_lengths(query, key)
-        chosen = _choose(backend, query, key, value, is_causal, variant)
-    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, scale, variant)
+        chosen = _choose(backend, query, key, value, is_causal, reading)
+    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, factor, reading)
     if not is_causal:
-        return bidirectional.attend(query, key, value, query_mask, key_mask, scale, variant, Exchange(ranks))
+        return bidirectional.attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
     result, _ = causal.attend(
-        query, key, value, mask, None, scale, variant, Exchange(ranks), chosen.recurrent, with_end=False
+        query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, with_end=False
     )
     return result
 
 
-@torch.compiler.disable
+@_not_compiled
 def recurrent(
-    query, key, value, state: FlowState | None, key_mask, scale, enable_gqa: bool, variant, backend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: FlowState | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    variant: FlowVariant | str,
+    powers: Tensor | None,
+    backend: str | None,
+    group: Group,
 ) -> tuple[Tensor, FlowState]:
     """See `flow_attention_recurrent`."""
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
         checks.attention_masks(query, key, None, key_mask)
         checks.causal_lengths(query, key)
+        factor, reading = checks.scale(scale), _checked_variant(variant, powers, True)
         if state is not None:
-            checks.state(state, query, value)
-        scale, variant = checks.scale(scale), checks.variant(variant, True)
-        chosen = _choose(backend, query, key, value, True, variant)
+            checks.state(state, query, value, reading)
+        chosen = _choose(backend, query, key, value, True, reading)
     packed = None if state is None else state.pack()
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
-    _check_same_call(ranks, query, key, value, query.shape[0], True, scale, variant, past)
+    _check_same_call(ranks, query, key, value, query.shape[0], True, factor, reading, past)
     result, (sums, memory, scalars) = causal.attend(
-        query, key, value, key_mask, packed, scale, variant, Exchange(ranks), chosen.recurrent, with_end=True
+        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), chosen.recurrent, with_end=True
     )
     return result, FlowState(sums, memory, scalars)
 
 
-@torch.compiler.disable
+@_not_compiled
 def varlen(
-    query, key, value, lengths: Lengths, is_causal: bool, scale, enable_gqa: bool, variant, backend, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    variant: FlowVariant | str,
+    powers: Tensor | None,
+    backend: str | None,
+    group: Group,
 ) -> Tensor:
     """See `flow_attention_varlen`. Sequences that lie on one rank are computed there; the others are exchanged."""
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
         checks.cu_seqlens(query, *lengths)
-        scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+        factor, reading = checks.scale(scale), _checked_variant(variant, powers, is_causal)
         (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
             query.shape[0], key.shape[0], lengths, is_causal
         )
-        chosen = _choose(backend, query, key, value, is_causal, variant)
-    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, scale, variant)
+        chosen = _choose(backend, query, key, value, is_causal, reading)
+    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, factor, reading)
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
     exchange = Exchange(ranks)
@@ -88,7 +127,7 @@ def varlen(
         sinks, sources = _tokens(starts_q, lengths_q, whole, query), _tokens(starts_k, lengths_k, whole, key)
         bounds = _bounds(lengths_q, whole, query), _bounds(lengths_k, whole, query), *lengths[2:]
         inputs = query[sinks], key[sources], value[sources]
-        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, scale, variant))
+        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, factor, reading))
     if cut:
         rows = torch.tensor([cut.index(i) for i in here], dtype=torch.long, device=query.device)
         exchange = Exchange(ranks, rows, len(cut))
@@ -96,9 +135,9 @@ def varlen(
         inputs = padded_q.pad(query), padded_k.pad(key), padded_k.pad(value)
         masks = padded_q.mask, padded_k.mask
         if is_causal:
-            out, _ = causal.attend(*inputs, masks[0], None, scale, variant, exchange, chosen.recurrent, with_end=False)
+            out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, with_end=False)
         else:
-            out = bidirectional.attend(*inputs, *masks, scale, variant, exchange)
+            out = bidirectional.attend(*inputs, *masks, factor, reading, exchange)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
 
@@ -124,7 +163,19 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
     return PaddedSequences(torch.where(mask, start + position, 0), mask)
 
 
-def _choose(backend: str | None, query: Tensor, key, value, is_causal: bool, variant: FlowVariant) -> backends.Backend:
+def _checked_variant(variant: FlowVariant | str, powers: Tensor | None, is_causal: bool) -> FlowVariant:
+    variant = checks.variant(variant, is_causal)
+    if variant.renormalize or powers is not None:
+        raise NotImplementedError(
+            "a sequence cut over ranks takes no variant with renormalize=True and no powers: their sum Σ c k is not "
+            "exchanged. Pass renormalize=False, or the whole sequence without a group."
+        )
+    return variant
+
+
+def _choose(
+    backend: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
+) -> backends.Backend:
     """The backend of what a rank computes alone; bidirectional sums are computed with the functions of "torch"."""
     return backends.choose(backend, query, key, value, is_causal, variant)
 
@@ -141,7 +192,9 @@ def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
         raise
 
 
-def _check_same_call(ranks, query: Tensor, key: Tensor, value: Tensor, batch: int, is_causal: bool, *rest) -> None:
+def _check_same_call(
+    ranks: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor, batch: int, is_causal: bool, *rest: object
+) -> None:
     grad = torch.is_grad_enabled()
     tensors = ", ".join(
         f"{name} of {x.shape[1]} heads of width {x.shape[-1]}{' that needs a gradient' * (grad and x.requires_grad)}"

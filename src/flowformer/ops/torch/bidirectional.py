@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import empty_result, sum_dtype, valid_values
+from ..common import Mask, Powers, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
@@ -38,7 +38,9 @@ class Flows(NamedTuple):
     memory: Tensor  # S = Σ kᵀ c V, (G, D, E)
 
 
-def forward(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> tuple[Tensor, Flows]:
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+) -> tuple[Tensor, Flows]:
     """The result, and the flows of every head for the backward pass, (B, H, ...)."""
     result, flows = empty_result(query, value.shape[-1]), empty_flows(query, key, value)
     scratch = _scratch(query, key, value)
@@ -52,7 +54,15 @@ def forward(query, key, value, query_mask, key_mask, scale: float, variant: Flow
 
 
 def backward(
-    grad, query, key, value, query_mask, key_mask, flows: Flows, scale: float, variant: FlowVariant
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    flows: Flows,
+    scale: float,
+    variant: FlowVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
@@ -68,13 +78,24 @@ def backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def graph(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
-    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd where heads
-    compete."""
+def graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
+    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd of variants
+    that have no operator."""
     block, query, key, value = one_block(query, key, value)
     inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-    result, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1))
-    return result.unflatten(0, query.shape[:2]).to(query.dtype)
+    powers = None if powers is None else powers.repeat(1, len(query))
+    flat, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1), powers=powers)
+    result: Tensor = flat.unflatten(0, query.shape[:2])
+    return result.to(query.dtype)
 
 
 def empty_flows(query: Tensor, key: Tensor, value: Tensor) -> Flows:
@@ -89,7 +110,7 @@ class _Scratch:
     sums."""
 
     def __init__(self, size: int, like: Tensor) -> None:
-        self.buffers = [part for _ in range(3) for part in like.new_empty(2, size, dtype=sum_dtype(like))]
+        self.buffers: list[Tensor] = [part for _ in range(3) for part in like.new_empty(2, size, dtype=sum_dtype(like))]
 
     def __call__(self, index: int, *shape: int) -> Tensor | None:
         return self.buffers[index][: math.prod(shape)].view(shape)
@@ -109,21 +130,23 @@ def _scratch(query: Tensor, key: Tensor, value: Tensor) -> _Scratch:
 
 
 def _block_forward(
-    query,
-    key,
-    value,
-    query_mask,
-    key_mask,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
     scale: float,
     variant: FlowVariant,
     scratch: Callable[..., Tensor | None] = _no_scratch,
     out: Tensor | None = None,
     heads: int = 1,
+    powers: Tensor | None = None,
 ) -> tuple[Tensor, Flows]:
     """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
 
     Args:
         heads: of each sequence; needed where heads compete, which `_block_backward` does not support.
+        powers: (2, G), likewise; nor does it support a variant with `renormalize`.
     """
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
     k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
@@ -138,6 +161,8 @@ def _block_forward(
 
     if variant.clamp is not None:
         conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        conserved_outgoing = conserved_outgoing * powers[0, :, None]
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
             share = conserved_outgoing.unflatten(0, (len(k) // heads, heads)).softmax(1)
@@ -151,6 +176,7 @@ def _block_forward(
     match variant.allocation:
         case "sigmoid":
             allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1, :, None]
         case "softmax":
             allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
         case "none":
@@ -164,13 +190,26 @@ def _block_forward(
     memory = k.mT @ competing
     # matrix products go to scratch, which is in cache; only the last step writes to `out`, which is not
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
-    result = torch.mul(result, (allocation * inverse_incoming)[..., None], out=out)
+    received = allocation * inverse_incoming
+    if variant.renormalize:
+        received = allocation / _flow(q, _weighted_sum(competition, k), variant)
+    result = torch.mul(result, received[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
 
 
 def _block_backward(
-    grad, query, key, value, query_mask, key_mask, f: Flows, scale: float, variant: FlowVariant, scratch: _Scratch, out
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    f: Flows,
+    scale: float,
+    variant: FlowVariant,
+    scratch: _Scratch,
+    out: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, written to those of `out` that are given."""
     q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
@@ -217,7 +256,7 @@ def _block_backward(
     return grad_query, feature_gradient(grad_k, k, scale, variant, out[1]), grad_value
 
 
-def _competition_gradient(given: Tensor, competition: Tensor, m, variant: FlowVariant) -> Tensor:
+def _competition_gradient(given: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:
     """dÔ before the clamp, from c dc."""
     match variant.competition:
         case "softmax":
@@ -228,7 +267,9 @@ def _competition_gradient(given: Tensor, competition: Tensor, m, variant: FlowVa
             return torch.zeros_like(given)
 
 
-def _allocation_gradient(taken: Tensor, allocation: Tensor, n, m, variant: FlowVariant) -> Tensor:
+def _allocation_gradient(
+    taken: Tensor, allocation: Tensor, n: Tensor | int, m: Tensor | int, variant: FlowVariant
+) -> Tensor:
     """dÎ, from α dα."""
     match variant.allocation:
         case "sigmoid":
@@ -239,13 +280,13 @@ def _allocation_gradient(taken: Tensor, allocation: Tensor, n, m, variant: FlowV
             return torch.zeros_like(taken)
 
 
-def _softmax(flow: Tensor, mask: Tensor | None, factor) -> Tensor:
+def _softmax(flow: Tensor, mask: Mask, factor: Tensor | int) -> Tensor:
     if mask is not None:
         flow = flow.masked_fill(~mask, torch.finfo(flow.dtype).min)
     return flow.softmax(-1) * factor
 
 
-def _softmax_gradient(weighted: Tensor, share: Tensor, factor) -> Tensor:
+def _softmax_gradient(weighted: Tensor, share: Tensor, factor: Tensor | int) -> Tensor:
     """The gradient of x from share · d share, where share = factor · softmax(x)."""
     return weighted - share * (weighted.sum(-1, keepdim=True) / _at_least_one(factor))
 
@@ -273,13 +314,13 @@ def _add_outer(x: Tensor, columns: list[Tensor], rows: list[Tensor]) -> None:
     x.baddbmm_(torch.stack(columns, -2).mT, torch.stack(rows, -2))
 
 
-def _count(mask: Tensor | None, x: Tensor) -> Tensor | int:
+def _count(mask: Mask, x: Tensor) -> Tensor | int:
     return x.shape[-2] if mask is None else mask.sum(-1, keepdim=True).to(x.dtype)
 
 
-def _at_least_one(count):
+def _at_least_one(count: Tensor | int) -> Tensor | int:
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def _length_ratio(n, m, variant: FlowVariant):
+def _length_ratio(n: Tensor | int, m: Tensor | int, variant: FlowVariant) -> Tensor | float:
     return n / _at_least_one(m) if variant.rescale else 1

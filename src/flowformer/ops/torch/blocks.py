@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import sum_dtype
+from ..common import Mask, sum_dtype
 
 # elements of one tensor that a block holds at most: what fits a CPU's cache, and what keeps another device busy
 BLOCK_SIZE = {"cpu": 2**19}
@@ -41,7 +41,7 @@ class HeadBlock(NamedTuple):
     def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.sinks(query), self.sources(key), self.sources(value)
 
-    def mask(self, mask: Tensor | None) -> Tensor | None:
+    def mask(self, mask: Mask) -> Tensor | None:
         """(B, N) -> (G, N)"""
         return None if mask is None else mask[self.batch].repeat_interleave(self.num_heads, 0)
 

@@ -8,14 +8,14 @@ a block, T chunks of a segment, C tokens of a chunk. The three tensors of a stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import State, empty_result, valid_values
+from ..common import Mask, Powers, State, empty_result, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
@@ -26,7 +26,9 @@ CHUNK = 64  # tokens whose flows come from one C × C product
 SEGMENT = 1024  # tokens between two states that are saved for the backward pass
 
 
-def forward(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State, State]:
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State, State]:
     """The result, the state after the last token, and the states before each segment and after the last,
     (segments + 1, B, H, ...)."""
     result = empty_result(query, value.shape[-1])
@@ -55,7 +57,17 @@ def forward(query, key, value, mask, state: State, scale: float, variant: FlowVa
     return result, end, starts
 
 
-def backward(grad, grad_end: State, query, key, value, mask, starts: State, scale: float, variant: FlowVariant):
+def backward(
+    grad: Tensor,
+    grad_end: State,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    starts: State,
+    scale: float,
+    variant: FlowVariant,
+) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of query, key and value, and that of the state before the first token."""
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
     grad_start = tuple(torch.empty_like(part) for part in grad_end)
@@ -78,16 +90,70 @@ def backward(grad, grad_end: State, query, key, value, mask, starts: State, scal
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_start
 
 
-def graph(query, key, value, mask, state: State, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+def graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> tuple[Tensor, State]:
     """`forward` as one graph of plain operators without loops: for export, at any length."""
-    block, query, key, value = one_block(query, key, value)
     segment = Segment.of(slice(None), query.shape[2], CHUNK)
-    start = tuple(block.sinks(part) for part in state)
-    q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
-    out, end = causal_segment.forward(q, k, v, segment.position(valid, start), valid, start, variant)
+    return _autograd([segment], query, key, value, mask, state, scale, variant, powers)
+
+
+def segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> tuple[Tensor, State]:
+    """`forward` of plain operators, for autograd of variants that have no operator."""
+    return _autograd(_segments(query), query, key, value, mask, state, scale, variant, powers)
+
+
+def _autograd(
+    parts: Iterable[Segment],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
+) -> tuple[Tensor, State]:
+    block, query, key, value = one_block(query, key, value)
+    sums, memory, scalars = (block.sinks(part) for part in state)
+    # a count has no gradient
+    carried: State = (sums, memory, torch.cat([scalars[:, :1].detach(), scalars[:, 1:]], -1))
+    powers = None if powers is None else powers.repeat(1, len(query))
+    results = []
+    if query.shape[2] == 0:
+        q, k, v = block.inputs(query, key, value)
+        results.append(q @ (k.mT @ v))  # nothing, but differentiable
+    for segment in parts:
+        q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+        if segment.chunks * segment.chunk == 1:
+            from . import decode
+
+            token = None if valid is None else valid[:, 0, 0]
+            out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant, powers)
+            results.append(out[:, None])
+            continue
+        position = segment.position(valid, carried)
+        out, carried = causal_segment.forward(q, k, v, position, valid, carried, variant, powers)
+        results.append(segment.join(out))
     rows = query.shape[:2]
-    result = segment.join(out).unflatten(0, rows).to(query.dtype)
-    return result, tuple(part.unflatten(0, rows) for part in end)
+    result: Tensor = torch.cat(results, 1).unflatten(0, rows)
+    return result.to(query.dtype), tuple(part.unflatten(0, rows) for part in carried)
 
 
 def empty_starts(query: Tensor, state: State) -> State:
@@ -118,7 +184,16 @@ class Segment(NamedTuple):
     def is_padded(self) -> bool:
         return torch.compiler.is_exporting() or self.padding > 0
 
-    def inputs(self, block: HeadBlock, query, key, value, mask, scale: float, variant: FlowVariant):
+    def inputs(
+        self,
+        block: HeadBlock,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        scale: float,
+        variant: FlowVariant,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k (G, T, C, D) as features, v (G, T, C, E), and which tokens are valid, (G, T, C), or None for all."""
         query, key, value = block.inputs(*(x[:, :, self.tokens] for x in (query, key, value)))
         mask = self.mask(block, mask)
@@ -128,15 +203,16 @@ class Segment(NamedTuple):
         valid = None if mask is None else F.pad(mask, (0, self.padding)).unfold(1, self.chunk, self.chunk)
         return self.cut(q), self.cut(k), self.cut(v), valid
 
-    def mask(self, block: HeadBlock, mask: Tensor | None) -> Tensor | None:
+    def mask(self, block: HeadBlock, mask: Mask) -> Tensor | None:
         return None if mask is None else block.mask(mask[:, self.tokens])
 
-    def position(self, valid: Tensor | None, state: State) -> Tensor:
+    def position(self, valid: Mask, state: State) -> Tensor:
         """D, how many tokens there are up to and including this one, (G, T, C)."""
         count = state[2][:, 0]
         if valid is None:
             tokens = torch.arange(1, self.length + 1, dtype=count.dtype, device=count.device)
-            return (count[:, None] + tokens).unflatten(1, (self.chunks, self.chunk))
+            position: Tensor = (count[:, None] + tokens).unflatten(1, (self.chunks, self.chunk))
+            return position
         return causal_segment.running_sum(valid.to(count.dtype), count).clamp_min(1)
 
     def cut(self, x: Tensor) -> Tensor:

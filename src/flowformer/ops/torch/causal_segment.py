@@ -10,12 +10,13 @@ one row a head: sums (G, 4, D), memory (G, D, E), scalars (G, 3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, Powers, State
 from ..variant import FlowVariant
 
 
@@ -24,7 +25,7 @@ class SegmentFlows(NamedTuple):
 
     lower: Tensor  # P where the source is not after the sink, (G, T, C, C)
     upper: Tensor  # P where the sink is not after the source, (G, T, C, C)
-    sums: Tensor  # Σk, Σq, Σk/O, Σq/I before each chunk and after the last, (G, T + 1, 4, D)
+    sums: Tensor  # Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k, before each chunk and after the last, (G, T + 1, 4, D)
     memory: Tensor  # S likewise, (G, T + 1, D, E)
     inverse_incoming: Tensor  # 1/I, (G, T, C), as all below
     inverse_outgoing: Tensor  # 1/O
@@ -34,10 +35,20 @@ class SegmentFlows(NamedTuple):
     allocation: Tensor  # α, 0 where masked
     log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), the first entry is the state's
     log_incoming: Tensor | None  # the running log Σ exp(Î)
+    received: Tensor  # α/I, or with `renormalize` α/⟨q, Σ c k⟩
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
-def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> SegmentFlows:
+def _flows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> SegmentFlows:
     """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
@@ -46,7 +57,7 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     lower, upper = products * ones.tril(), products * ones.triu()
     row_q, row_k = q.sum(-1), k.sum(-1)
 
-    def flow(x, before, inside, row, rows, start):
+    def flow(x: Tensor, before: Tensor, inside: Tensor, row: Tensor, rows: Tensor, start: Tensor) -> Tensor:
         outer = row + running_sum(rows, start.sum(-1))
         total = inside + (x * before[..., None, :]).sum(-1)
         return (total + variant.eps * outer + (q.shape[-1] * variant.eps**2 + variant.flow_eps)) / position
@@ -64,6 +75,8 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     conserved_outgoing = flow(k, conserved_query_sum[:, :-1], inside, row_k, row_q * inverse_incoming, sums[:, 3])
 
     bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        bounded = bounded * powers[0, :, None, None]
     running_outgoing: Tensor | None = None
     running_incoming: Tensor | None = None
     match variant.competition:
@@ -76,6 +89,7 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     match variant.allocation:
         case "sigmoid":
             allocation = conserved_incoming.sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1, :, None, None]
         case "softmax":
             allocation, running_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count, position)
         case "none":
@@ -83,12 +97,19 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
     if valid is not None:
         competition, allocation = competition.masked_fill(~valid, 0), allocation.masked_fill(~valid, 0)
 
-    memories = _before((k * competition[..., None]).mT @ v, memory)
+    contribution = k * competition[..., None]
+    memories = _before(contribution.mT @ v, memory)
+    all_sums, received = [key_sum, query_sum, conserved_key_sum, conserved_query_sum], allocation * inverse_incoming
+    if variant.renormalize:
+        competing_sum = _before(contribution.sum(-2), sums[:, 4])
+        inside = (lower * competition[..., None, :]).sum(-1)
+        received = allocation / flow(q, competing_sum[:, :-1], inside, row_q, row_k * competition, sums[:, 4])
+        all_sums.append(competing_sum)
     total = count + (q.shape[1] * q.shape[2] if valid is None else valid.sum((-1, -2)))
     return SegmentFlows(
         lower,
         upper,
-        torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2),
+        torch.stack(all_sums, -2),
         memories,
         inverse_incoming,
         inverse_outgoing,
@@ -98,15 +119,25 @@ def _flows(q, k, v, position, valid, state: State, variant: FlowVariant) -> Segm
         allocation,
         running_outgoing,
         running_incoming,
+        received,
         total,
     )
 
 
-def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tuple[Tensor, State]:
-    """R, (G, T, C, E), and the state after the segment."""
-    s = _flows(q, k, v, position, valid, state, variant)
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> tuple[Tensor, State]:
+    """R, (G, T, C, E), and the state after the segment; powers (2, G) are for plain autograd, not for `backward`."""
+    s = _flows(q, k, v, position, valid, state, variant, powers)
     result = q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ v
-    result *= (s.allocation * s.inverse_incoming / position)[..., None]
+    result *= (s.received / position)[..., None]
     logs = [
         start if running is None else torch.where(s.tokens > 0, running[:, -1], -torch.inf)
         for running, start in ((s.log_outgoing, state[2][:, 1]), (s.log_incoming, state[2][:, 2]))
@@ -114,12 +145,22 @@ def forward(q, k, v, position, valid, state: State, variant: FlowVariant) -> tup
     return result, (s.sums[:, -1], s.memory[:, -1], torch.stack([s.tokens, *logs], -1))
 
 
-def backward(grad, q, k, v, position, valid, state: State, grad_state: State, variant: FlowVariant):
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    valid: Mask,
+    state: State,
+    grad_state: State,
+    variant: FlowVariant,
+) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
     s = _flows(q, k, v, position, valid, state, variant)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
-    received = s.allocation * inverse_in / position
+    received = s.received / position
 
     # R = α/(I D) · q S, where S holds the chunks before and, by P, the tokens of this one
     grad_memory = _after((q * received[..., None]).mT @ grad, grad_state[1])
@@ -182,7 +223,9 @@ def backward(grad, q, k, v, position, valid, state: State, grad_state: State, va
     return grad_q, grad_k, grad_v, (torch.stack(grad_sums, -2), grad_memory[:, 0], grad_scalars)
 
 
-def _competition_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+def _competition_gradient(
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
+) -> tuple[Tensor, Tensor]:
     """The gradients of Ô, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 1]
     flow = s.conserved_outgoing
@@ -202,7 +245,9 @@ def _competition_gradient(grad, s: SegmentFlows, valid, state: State, grad_state
     return grad, grad_start
 
 
-def _allocation_gradient(grad, s: SegmentFlows, valid, state: State, grad_state: State, variant: FlowVariant):
+def _allocation_gradient(
+    grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
+) -> tuple[Tensor, Tensor]:
     """The gradients of Î, and of the logarithm in the state before the segment."""
     grad_end = grad_state[2][:, 2]
     match variant.allocation:
@@ -216,7 +261,9 @@ def _allocation_gradient(grad, s: SegmentFlows, valid, state: State, grad_state:
             return torch.zeros_like(grad), grad_end
 
 
-def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tensor]:
+def _running_softmax(
+    flow: Tensor, valid: Mask, start: Tensor, count: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
     """D · exp(flow) / Σ exp(flow) over the past, (G, T, C), and the logarithm of that sum, (G, 1 + T·C)."""
     # finite before the first token, so that no difference of logarithms is NaN
     lowest = torch.finfo(flow.dtype).min
@@ -230,8 +277,18 @@ def _running_softmax(flow, valid, start, count, position) -> tuple[Tensor, Tenso
     return position * (flow - log_sum[:, 1:].view_as(flow)).exp(), log_sum
 
 
-def _running_softmax_gradient(grad, share, flow, log_sum, valid, count, total, grad_end):
+def _running_softmax_gradient(
+    grad: Tensor,
+    share: Tensor,
+    flow: Tensor,
+    log_sum: Tensor | None,
+    valid: Mask,
+    count: Tensor,
+    total: Tensor,
+    grad_end: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The gradients of the flow and of the first logarithm, from those of the shares and of the last logarithm."""
+    assert log_sum is not None  # `_flows` keeps it for every softmax
     weight = (share * grad).flatten(1)
     grad_log = torch.cat([torch.zeros_like(weight[:, :1]), -weight], -1)
     grad_log[:, -1] += torch.where(total > 0, grad_end, 0)
@@ -287,7 +344,7 @@ def _after(x: Tensor, end: Tensor) -> Tensor:
     return _sum_chunks(torch.cat([x, end[:, None]], 1), torch.Tensor.triu)
 
 
-def _sum_chunks(x: Tensor, triangle) -> Tensor:
+def _sum_chunks(x: Tensor, triangle: Callable[[Tensor], Tensor]) -> Tensor:
     if torch.compiler.is_exporting():
         return x.cumsum(1)
     # chunks are few: a product with a triangle of ones is four times faster than cumsum along a strided axis

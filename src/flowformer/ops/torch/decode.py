@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import State
+from ..common import Mask, Powers, State
 from ..variant import FlowVariant
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, variant: FlowVariant):
+def step(
+    q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, variant: FlowVariant, powers: Powers = None
+) -> tuple[Tensor, State]:
     """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
@@ -28,10 +30,12 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, va
 
     totals = sums[:, :2] + source_and_sink
     inverse = flows(totals).reciprocal()  # 1/I, 1/O
-    conserved_totals = sums[:, 2:] + source_and_sink * inverse.flip(-1)[..., None]
+    conserved_totals = sums[:, 2:4] + source_and_sink * inverse.flip(-1)[..., None]
     conserved_incoming, conserved_outgoing = flows(conserved_totals).unbind(-1)
 
     bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
+    if powers is not None:
+        bounded = bounded * powers[0]
     match variant.competition:
         case "softmax":
             competition, log_outgoing = _share(bounded, log_outgoing, count, valid)
@@ -43,6 +47,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, va
     match variant.allocation:
         case "sigmoid":
             allocation = conserved_incoming.sigmoid()
+            allocation = allocation if powers is None else allocation ** powers[1]
         case "softmax":
             allocation, log_incoming = _share(conserved_incoming, log_incoming, count, valid)
             allocation = allocation * position
@@ -51,14 +56,20 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, state: State, va
     if valid is not None:
         allocation = allocation.masked_fill(~valid, 0)
 
-    memory = torch.baddbmm(memory, (k * competition[:, None])[..., None], v[:, None])
-    received = allocation * inverse[:, 0] / position
+    contribution = k * competition[:, None]
+    memory = torch.baddbmm(memory, contribution[..., None], v[:, None])
+    all_totals, received = [totals, conserved_totals], allocation * inverse[:, 0]
+    if variant.renormalize:
+        competing = sums[:, 4] + contribution
+        received = allocation * position / (((q + eps) * (competing + eps)).sum(-1) + variant.flow_eps)
+        all_totals.append(competing[:, None])
+    received = received / position
     result = torch.bmm(q[:, None], memory)[:, 0] * received[:, None]
-    state = torch.cat([totals, conserved_totals], 1), memory, torch.stack([tokens, log_outgoing, log_incoming], -1)
+    state = torch.cat(all_totals, 1), memory, torch.stack([tokens, log_outgoing, log_incoming], -1)
     return result, state
 
 
-def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Mask) -> tuple[Tensor, Tensor]:
     """exp(flow) / Σ exp(flow) up to this token, and the logarithm of that sum, which a masked token leaves as it is."""
     # a state without tokens may hold any logarithm
     log_sum = torch.where(count > 0, log_sum, -torch.inf)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import valid_values
+from ..common import Mask, valid_values
 from ..variant import FlowVariant
 
 
-def features(x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant, out: Tensor | None = None) -> Tensor:
+def features(x: Tensor, mask: Mask, scale: float, variant: FlowVariant, out: Tensor | None = None) -> Tensor:
     """φ(scale·x), contiguous, 0 where masked; written to `out` if given."""
     x = valid_values(x, mask)
     if scale != 1:

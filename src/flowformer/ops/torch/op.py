@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, State, differentiate, distinct, empty_result, register, register_vmap
+from ..common import VARIANT, Mask, Powers, State, differentiate, distinct, empty_result, register, register_vmap
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -19,9 +19,12 @@ from .causal import backward as causal_backward
 from .causal import empty_starts
 from .causal import forward as causal_forward
 from .causal import graph as causal_graph
+from .causal import segments as causal_segments
 
 if TYPE_CHECKING:
     from ..varlen import Lengths
+
+Result = TypeVar("Result")
 
 
 def refusals(*_: Any) -> list[str]:
@@ -34,71 +37,107 @@ def by_name(query: Tensor) -> bool:
     return False
 
 
-def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+def bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
     """See `flow_attention`."""
-    if torch.compiler.is_exporting() or variant.competitors == "heads":
+    if torch.compiler.is_exporting() or not variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
-            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant)
+            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant, powers)
     tensors = query, key, value, query_mask, key_mask
-    return _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
+    result: Tensor = _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
+    return result
 
 
-def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
+) -> Tensor:
     """See `flow_attention`."""
-    return recurrent(query, key, value, mask, None, scale, variant)[0]
+    return recurrent(query, key, value, mask, None, scale, variant, powers)[0]
 
 
-def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+def recurrent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if state is None:
-        state = empty_state(query, value)
-    if torch.compiler.is_exporting():
+        state = empty_state(query, value, variant)
+    if torch.compiler.is_exporting() or not variant.has_operator:
+        run = causal_graph if torch.compiler.is_exporting() else causal_segments
         with torch.autocast(query.device.type, enabled=False):
-            return causal_graph(query, key, value, mask, state, scale, variant)
+            return run(query, key, value, mask, state, scale, variant, powers)
     tensors = query, key, value, mask, *state
     result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
     return result, tuple(rest[:3])
 
 
-def packed(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
     """See `flow_attention_varlen`."""
-    if variant.competitors == "heads" and not torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or not variant.has_operator:
         # here, as in the other functions for packed sequences: every import of the package would pay for it
-        from ..varlen import starts_and_lengths
-
-        starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
-    if torch.compiler.is_exporting() or variant.competitors == "heads":
         from . import varlen
 
+        run = varlen.graph if torch.compiler.is_exporting() else varlen.groups
         with torch.autocast(query.device.type, enabled=False):
-            return varlen.graph(query, key, value, lengths, is_causal, scale, variant)
+            return run(query, key, value, lengths, is_causal, scale, variant, powers)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
-    return _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
+    result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
+    return result
 
 
-def _apply(function, eager, tensors, *options):
+def _apply(
+    function: type[torch.autograd.Function],
+    eager: type[torch.autograd.Function],
+    tensors: tuple[Tensor | None, ...],
+    *options: Any,
+) -> Any:
     # Dynamo traces no autograd function that has a jvp of its own
     if torch.compiler.is_compiling():
         return function.apply(*distinct(*tensors), *options)
     return eager.apply(*tensors, *options)
 
 
+# inputs and outputs of these functions are those of the operators at the end of this file
 class _Bidirectional(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, query_mask, key_mask, *options):
-        return torch.ops.flowformer.bidirectional(query, key, value, query_mask, key_mask, *options)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = torch.ops.flowformer.bidirectional(*inputs)
+        return outputs
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:5], *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.options = inputs[5:]
 
     @staticmethod
-    def backward(ctx, grad, *_):
-        grads = differentiate(torch.ops.flowformer.bidirectional_backward, grad, *ctx.saved_tensors, *ctx.options)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grads = differentiate(torch.ops.flowformer.bidirectional_backward, grads[0], *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, *(None for _ in ctx.options)
 
 
@@ -106,17 +145,18 @@ class _Causal(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, mask, sums, memory, scalars, *options):
-        return torch.ops.flowformer.causal(query, key, value, mask, sums, memory, scalars, *options)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = torch.ops.flowformer.causal(*inputs)
+        return outputs
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:4], *output[4:])
         ctx.mark_non_differentiable(*output[4:])
         ctx.options = inputs[7:]
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grads = differentiate(torch.ops.flowformer.causal_backward, *grads[:4], *ctx.saved_tensors, *ctx.options)
         return *grads[:3], None, *grads[3:], *(None for _ in ctx.options)
 
@@ -125,23 +165,24 @@ class _Packed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query, key, value, cu_seqlens_q, cu_seqlens_k, *options):
-        return torch.ops.flowformer.packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *options)
+    def forward(*inputs: Any) -> Tensor:
+        result: Tensor = torch.ops.flowformer.packed(*inputs)
+        return result
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:5])
         ctx.options = inputs[5:]
 
     @staticmethod
-    def backward(ctx, grad):
-        grads = differentiate(torch.ops.flowformer.packed_backward, grad, *ctx.saved_tensors, *ctx.options)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grads = differentiate(torch.ops.flowformer.packed_backward, grads[0], *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, *(None for _ in ctx.options)
 
 
 class _NoForwardMode:
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: Any, *_: Any) -> Never:
         raise NotImplementedError(
             'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
         )
@@ -159,68 +200,114 @@ class _EagerPacked(_NoForwardMode, _Packed):
     pass
 
 
-def _bidirectional(query, key, value, query_mask, key_mask, scale, *variant):
+def _bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, *variant: Any
+) -> tuple[Tensor, ...]:
     result, flows = bidirectional_forward(query, key, value, query_mask, key_mask, scale, FlowVariant(*variant))
     return result, *flows
 
 
-def _bidirectional_backward(grad, query, key, value, query_mask, key_mask, *rest):
+def _bidirectional_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     flows, scale, variant = Flows(*rest[:6]), rest[6], FlowVariant(*rest[7:])
     return bidirectional_backward(grad, query, key, value, query_mask, key_mask, flows, scale, variant)
 
 
-def _causal(query, key, value, mask, sums, memory, scalars, scale, *variant):
+def _causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    sums: Tensor,
+    memory: Tensor,
+    scalars: Tensor,
+    scale: float,
+    *variant: Any,
+) -> tuple[Tensor, ...]:
     state = sums, memory, scalars
     result, end, starts = causal_forward(query, key, value, mask, state, scale, FlowVariant(*variant))
     return result, *end, *starts
 
 
-def _causal_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, mask, *rest):
+def _causal_backward(
+    grad: Tensor,
+    grad_sums: Tensor,
+    grad_memory: Tensor,
+    grad_scalars: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     grad_end, starts, scale, variant = (grad_sums, grad_memory, grad_scalars), rest[:3], rest[3], FlowVariant(*rest[4:])
     *grads, grad_start = causal_backward(grad, grad_end, query, key, value, mask, starts, scale, variant)
     return *grads, *grad_start
 
 
-def _packed(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, *variant):
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    scale: float,
+    *variant: Any,
+) -> Tensor:
     from . import varlen
 
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return varlen.forward(query, key, value, lengths, is_causal, scale, FlowVariant(*variant))
 
 
-def _packed_backward(grad, query, key, value, *rest):
+def _packed_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     from . import varlen
 
     lengths, is_causal, scale, variant = rest[:4], rest[4], rest[5], FlowVariant(*rest[6:])
     return varlen.backward(grad, query, key, value, lengths, is_causal, scale, variant)
 
 
-def _fake_bidirectional(query, key, value, *_):
+def _fake_bidirectional(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return empty_result(query, value.shape[-1]), *empty_flows(query, key, value)
 
 
-def _fake_causal(query, key, value, mask, *state_and_rest):
+def _fake_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *state_and_rest: Any) -> tuple[Tensor, ...]:
     state = state_and_rest[:3]
     starts, result = empty_starts(query, state), empty_result(query, value.shape[-1])
     return result, *(torch.empty_like(part) for part in state), *starts
 
 
-def _fake_gradients(grad, query, key, value, *_):
+def _fake_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in (query, key, value))
 
 
-def _fake_causal_backward(grad, grad_sums, grad_memory, grad_scalars, query, key, value, *_):
+def _fake_causal_backward(
+    grad: Tensor,
+    grad_sums: Tensor,
+    grad_memory: Tensor,
+    grad_scalars: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in (query, key, value, grad_sums, grad_memory, grad_scalars))
 
 
-def _fake_packed(query, key, value, *_):
+def _fake_packed(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[-1])
 
 
-def _without_autocast(implementation: Callable) -> Callable:
+def _without_autocast(implementation: Callable[..., Result]) -> Callable[..., Result]:
     """Autocast would round the sums."""
 
-    def run(*args):
+    def run(*args: Any) -> Result:
         device = args[0].device.type
         if not torch.is_autocast_enabled(device):
             return implementation(*args)

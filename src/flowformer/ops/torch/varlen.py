@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common import Powers
 from ..state import empty_state
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -22,7 +23,9 @@ from . import bidirectional, causal
 GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has more
 
 
-def forward(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+) -> Tensor:
     # tokens after the last sequence belong to none, and give 0
     result = query.new_zeros(*query.shape[:2], value.shape[-1])
     for group in _groups(query, key, lengths, is_causal):
@@ -35,34 +38,75 @@ def forward(query, key, value, lengths: Lengths, is_causal: bool, scale: float, 
     return result
 
 
-def backward(grad, query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant):
-    grads = tuple(torch.zeros_like(x) for x in (query, key, value))
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for group in _groups(query, key, lengths, is_causal):
         g, q = group.sinks.pad(grad), group.sinks.pad(query)
         k, v = group.sources.pad(key), group.sources.pad(value)
         if is_causal:
             _, end, starts = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), scale, variant)
             no_grad = tuple(torch.zeros_like(part) for part in end)
-            parts = causal.backward(g, no_grad, q, k, v, group.sinks.mask, starts, scale, variant)
+            grad_q, grad_k, grad_v, _ = causal.backward(g, no_grad, q, k, v, group.sinks.mask, starts, scale, variant)
         else:
             masks = group.sinks.mask, group.sources.mask
             _, flows = bidirectional.forward(q, k, v, *masks, scale, variant)
-            parts = bidirectional.backward(g, q, k, v, *masks, flows, scale, variant)
-        group.sinks.unpad(parts[0], grads[0])
-        group.sources.unpad(parts[1], grads[1])
-        group.sources.unpad(parts[2], grads[2])
+            grad_q, grad_k, grad_v = bidirectional.backward(g, q, k, v, *masks, flows, scale, variant)
+        group.sinks.unpad(grad_q, grads[0])
+        group.sources.unpad(grad_k, grads[1])
+        group.sources.unpad(grad_v, grads[2])
     return grads
 
 
-def graph(query, key, value, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant) -> Tensor:
-    """`forward` as one graph of plain operators that depends on no length: for export, and where heads compete."""
+def groups(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
+) -> Tensor:
+    """`forward` of plain operators, for autograd of variants that have no operator."""
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for group in _groups(query, key, lengths, is_causal):
+        q, k, v = group.sinks.pad(query), group.sources.pad(key), group.sources.pad(value)
+        if is_causal:
+            state = empty_state(q, v, variant)
+            out, _ = causal.segments(q, k, v, group.sinks.mask, state, scale, variant, powers)
+        else:
+            out = bidirectional.graph(q, k, v, group.sinks.mask, group.sources.mask, scale, variant, powers)
+        group.sinks.unpad(out, result)
+    return result
+
+
+def graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers,
+) -> Tensor:
+    """`forward` as one graph of plain operators that depends on no length: for export."""
     sinks = PaddedSequences.all(lengths[0], lengths[2])
     sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])
     q, k, v = sinks.pad(query), sources.pad(key), sources.pad(value)
     if is_causal:
-        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v), scale, variant)
+        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v, variant), scale, variant, powers)
     else:
-        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant)
+        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant, powers)
     result = query.new_zeros(query.shape[0], *out.shape[1::2])
     # a position without a token holds 0, so it adds nothing to the token 0 that it points at
     return result.index_add(0, sinks.tokens.flatten(), out.transpose(1, 2).flatten(0, 1))

@@ -33,7 +33,7 @@ _RUNTIME = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "hea
 _RUNTIME |= {"sinks", "sources", "heads", "shared", "length", "size", "segments", "plane"}
 
 
-def kernel(function: Callable) -> Any:
+def kernel(function: Callable[..., None]) -> Any:
     """Jits a kernel that is compiled once for all lengths and strides."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(function, do_not_specialize=[name for name in names if name in _RUNTIME])
@@ -55,7 +55,8 @@ class Argument(NamedTuple):
         return [Argument(part, self.position, start) for part, start in zip(parts, starts, strict=False)]
 
 
-def arguments(tensors: Iterable[Tensor | None]) -> list[Argument | None]:
+def arguments(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """An Argument for each tensor, None for one that is not passed; the plan that takes them knows which may be."""
     return [None if x is None else Argument(x, position) for position, x in enumerate(tensors)]
 
 
@@ -69,6 +70,10 @@ class Kernel(NamedTuple):
     constants: Mapping[str, Any]  # the rest of its parameters, by name
     warps: int = 4
     smaller: Sequence[Mapping[str, Any]] = ()  # replacements for constants, tried in turn until shared memory suffices
+
+
+# a launcher, the values that it takes, and (slot, position, start) of those that point into tensors
+Recorded = tuple[Callable[..., None], list[Any], list[tuple[int, int, int]]]
 
 
 class Launches:
@@ -163,10 +168,11 @@ class Forks(Executor):
     SECONDS = 120  # after which a child is taken to hang; its function then runs in this process alone
 
     def __init__(self) -> None:
-        self._running: list[tuple[int, Callable[[], Any], Future]] = []
+        self._running: list[tuple[int, Callable[[], Any], Future[Any]]] = []
 
-    def submit(self, function: Callable[[], Any], /) -> Future:  # type: ignore[override]
-        future: Future = Future()
+    # Triton submits a function alone, where an Executor also takes its arguments
+    def submit(self, function: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        future: Future[Any] = Future()
         with warnings.catch_warnings():
             # Python warns that a lock may be held by another thread: at worst the child hangs
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -210,12 +216,12 @@ def _values(kernel: Kernel) -> list[Any]:
     return [*(None if x is None else x.tensor for x in kernel.arguments), *kernel.numbers]
 
 
-def _launch(kernel: Kernel):
+def _launch(kernel: Kernel) -> Any:
     """Triton's own launch. Returns: the compiled kernel, None in the interpreter."""
     return kernel.function[kernel.grid](*_values(kernel), **kernel.constants, num_warps=kernel.warps)
 
 
-def _record(kernel: Kernel, compiled) -> tuple:
+def _record(kernel: Kernel, compiled: Any) -> Recorded:
     """The launcher of a kernel, the values that it takes, and which of them point into which tensor."""
     # no stream yet, and none of the hooks of profilers
     head = [*kernel.grid, None, compiled.function, compiled.packed_metadata, None, None, None]
@@ -225,7 +231,7 @@ def _record(kernel: Kernel, compiled) -> tuple:
     return compiled.run, [*head, *(None for _ in kernel.arguments), *kernel.numbers, *constants], slots
 
 
-def _replay(recorded: Sequence[tuple], device: int, tensors: Sequence[Any]) -> None:
+def _replay(recorded: Sequence[Recorded], device: int, tensors: Sequence[Any]) -> None:
     # Triton would ask the driver about each tensor
     pointers = [0 if x is None else x.data_ptr() for x in tensors]
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -237,7 +243,7 @@ def _replay(recorded: Sequence[tuple], device: int, tensors: Sequence[Any]) -> N
         run(*values)
 
 
-def device_of(x: Tensor) -> AbstractContextManager:
+def device_of(x: Tensor) -> AbstractContextManager[object]:
     """Makes the device of x the current one, which Triton launches on."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()

@@ -16,6 +16,8 @@ from .launch import Launches
 
 PLAN_CACHE_SIZE = 512
 
+Signatures = tuple[Any, ...]  # of `signature`: a tuple for each tensor, None for one that was not passed
+
 
 class Tuning(NamedTuple):
     """How one kernel is launched."""
@@ -51,16 +53,17 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 def plan_of(plan: Callable[..., AnyPlan], tensors: Sequence[Any], *options: Any) -> AnyPlan:
     """The plan of a call. Tensors and options are everything that a kernel could be compiled or sized for."""
-    return cached_plan(plan, signature(tensors), tensors[0].device, *options)
+    found: AnyPlan = cached_plan(plan, signature(tensors), tensors[0].device, *options)
+    return found
 
 
 @functools.lru_cache(maxsize=PLAN_CACHE_SIZE)
-def cached_plan(plan: Any, *key: Any) -> Any:
+def cached_plan(plan: Callable[..., Any], *key: Any) -> Any:
     return plan(*key)
 
 
-def signature(tensors: Iterable[Tensor | None]) -> tuple:
-    """Of each tensor, what Triton may compile a kernel for."""
+def signature(tensors: Iterable[Tensor | None]) -> Signatures:
+    """Of each tensor, what Triton may compile a kernel for: its shape, strides, dtype and alignment."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
 
 
@@ -90,7 +93,7 @@ class Strides(NamedTuple):
 
 def block_size(dim: int) -> int:
     """The width of a tile that holds `dim` columns; tensor cores multiply at least sixteen."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -98,7 +101,7 @@ def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty(sum(sizes), dtype=torch.float32, device=device)
 
 
-def aligned(count):
+def aligned(count: int) -> int:
     """Rounded up to 16 bytes, so that the next part of a buffer is as aligned at every length; symbolic if the count
     is."""
     return (count + 3) // 4 * 4

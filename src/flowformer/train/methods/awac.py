@@ -19,7 +19,7 @@ from .mlp import MLPConfig, MLPPolicy, descend, mlp
 
 
 class Transitions(NamedTuple):
-    """Steps with what came of them."""
+    """Steps with their rewards and next states."""
 
     states: Tensor  # (B, S)
     actions: Tensor  # (B, A)
@@ -48,18 +48,19 @@ class Transitions(NamedTuple):
 class AWAC:
     """Advantage-weighted actor-critic (Nair et al., 2020), offline.
 
-    Two critics learn Q by temporal differences, from the smaller of their slow copies at an action of the actor. The
-    actor, a Gaussian around tanh, makes recorded actions likely with weights exp(advantage / temperature), the
-    advantage being Q of the action less Q of an action of its own. It is played without its noise.
+    Two critics learn Q by temporal differences, bootstrapped from the minimum of their target networks at an action of
+    the actor. The actor, a Gaussian around tanh, maximises the likelihood of recorded actions weighted by
+    exp(advantage / temperature), where the advantage is Q of the action less Q of an action of its own. Evaluation
+    takes the mean of the Gaussian.
 
     Args:
         windows: the recorded episodes.
         device: where to learn.
         hidden_dim: width of the four hidden layers of the actor and the two of each critic.
         batch_size, learning_rate: steps of an update, and of Adam.
-        temperature: how far weights differ; from large to small, from cloning to the best actions only.
+        temperature: of the weights: a large one clones all actions, a small one only the best.
         discount: of later rewards.
-        target_rate: share of a critic that its slow copy takes over with each update.
+        target_rate: of the moving average that the target networks are.
         max_weight: no weight is larger.
     """
 
@@ -123,6 +124,6 @@ class AWAC:
 
     @staticmethod
     def values(critics: nn.ModuleList, states: Tensor, actions: Tensor) -> Tensor:
-        """(2, B), what each critic says."""
+        """(2, B), the estimate of each critic."""
         pairs = torch.cat([states, actions], -1)
         return torch.stack([critic(pairs)[:, 0] for critic in critics])

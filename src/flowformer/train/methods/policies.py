@@ -52,7 +52,7 @@ def policy(
     Args:
         name: "bc", behaviour cloning; "awac", advantage-weighted actor-critic; or "dt", the Decision Transformer.
         windows: the episodes, as `data.load("d4rl/…").train`.
-        target_return: what an episode is asked to bring; only "dt" listens.
+        target_return: the return-to-go at the start of an episode, for "dt" only.
         steps: updates.
         seed: of everything random.
         device: where to learn and play; "auto" is a GPU if there is one.

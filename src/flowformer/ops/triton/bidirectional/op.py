@@ -8,58 +8,85 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, differentiate, distinct, empty_result, register
+from ...common import VARIANT, Mask, differentiate, distinct, empty_result, register
 from ...variant import FlowVariant
-from ...varlen import Lengths, check_bounds
+from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
 from ..plan import contiguous, dense, empty, plan_of
 from ..precision import float32_precision
 from .plan import BidirectionalPlan, kept_sizes
 
 
-def bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+def bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+) -> Tensor:
     """R, (B, H, N, E), in the memory order of the query; see `flow_attention`."""
     longest = max(query.shape[2], key.shape[2])
     return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant)
 
 
-def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
     """R of packed sequences, (T, H, E); see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant)
     return result[0].transpose(0, 1)
 
 
-def _apply(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, scale, variant) -> Tensor:
+def _apply(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
+    longest: int,
+    scale: float,
+    variant: FlowVariant,
+) -> Tensor:
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds)
     inputs = *tensors, longest, keep, scale, *variant.as_args()
-    return _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
+    result: Tensor = _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
+    return result
 
 
 class _Bidirectional(torch.autograd.Function):
     # without setup_context, for which torch inspects the signature in every call
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        result: Tensor
         result, kept = torch.ops.flowformer.triton_bidirectional(*inputs)
         ctx.save_for_backward(*inputs[:7], kept)
         ctx.longest, ctx.options = inputs[7], inputs[9:]
         return result
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = torch.ops.flowformer.triton_bidirectional_backward
-        grads = differentiate(backward, grad, *ctx.saved_tensors, ctx.longest, *ctx.options)
+        grads = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
         return *grads, *(None for _ in range(6 + len(ctx.options)))
 
 
-def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *options):
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
+    longest: int,
+    keep: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
     """The result, and what the backward pass needs, if it is to `keep` that."""
-    if query_bounds is not None:
+    if query_bounds is not None and key_bounds is not None:
         lengths = query_bounds, key_bounds, longest, longest
         check_bounds(query.shape[2], key.shape[2], lengths, is_causal=False)
     query, key, value = dense(query), dense(key), dense(value)
@@ -79,7 +106,16 @@ def _forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, 
     return result, kept
 
 
-def _backward_kernels(query, key, value, result, kept, extras, longest, options) -> Iterator[Kernel]:
+def _backward_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    kept: Tensor,
+    extras: tuple[Tensor | None, ...],
+    longest: int,
+    options: Any,
+) -> Iterator[Kernel]:
     """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
     tensors = query, key, value, result, query, key, value
     plan = _plan(tensors, extras, longest, True, options)
@@ -87,7 +123,19 @@ def _backward_kernels(query, key, value, result, kept, extras, longest, options)
     return plan.backward(*arguments((*tensors, *extras, kept, scratch)))
 
 
-def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_bounds, kept, longest, *options):
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    query_bounds: Bounds,
+    key_bounds: Bounds,
+    kept: Tensor,
+    longest: int,
+    *options: Any,
+) -> tuple[Tensor, ...]:
     """The gradients of query, key and value."""
     grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
     if _is_empty(query, value, query_bounds):
@@ -100,28 +148,31 @@ def _backward(grad, query, key, value, query_mask, key_mask, query_bounds, key_b
     return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
 
 
-def _plan(tensors, extras, longest: int, keep: bool, options: tuple) -> BidirectionalPlan:
+def _plan(
+    tensors: tuple[Tensor, ...], extras: tuple[Tensor | None, ...], longest: int, keep: bool, options: tuple[Any, ...]
+) -> BidirectionalPlan:
     precision = float32_precision() if tensors[0].dtype == torch.float32 else None
     return plan_of(BidirectionalPlan, (*tensors, *extras), longest, keep, precision, *options)
 
 
-def _is_empty(query: Tensor, value: Tensor, bounds: Tensor | None) -> bool:
+def _is_empty(query: Tensor, value: Tensor, bounds: Bounds) -> bool:
     """Whether there are no sinks, no sources, or no sequences."""
     return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
 
-def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, keep: bool) -> Tensor:
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool) -> Tensor:
     (batch, heads, sinks, dim), sources = query.shape, key.shape[2]
     records = heads * (batch if bounds is None else bounds.shape[0] - 1)
     sizes = kept_sizes(batch * heads, records, sinks, sources, dim, value.shape[-1]) if keep else []
     return query.new_empty(sum(sizes), dtype=torch.float32)
 
 
-def _fake_forward(query, key, value, query_mask, key_mask, query_bounds, key_bounds, longest, keep, *_):
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, query_bounds, _, _, keep, *_ = rest
     return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep)
 
 
-def _fake_backward(grad, query, key, value, *_):
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in (query, key, value))
 
 

@@ -13,7 +13,7 @@ from ...variant import FlowVariant
 from ..features import fast
 from ..hardware import MAX_DIM, is_hopper, num_sms
 from ..launch import Argument, Kernel
-from ..plan import Plan, Strides, Tuning, aligned, block_size
+from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
 from . import backward, forward
 from .records import record_size
 
@@ -37,7 +37,7 @@ KERNELS = (
 )
 
 
-def _table(*rows: tuple) -> dict[str, Tuning]:
+def _table(*rows: tuple[Any, ...]) -> dict[str, Tuning]:
     """From (block, warps, stages, eye) of each kernel."""
     return {name: Tuning(row[1], row[2], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
 
@@ -111,7 +111,7 @@ class BidirectionalPlan(Plan):
 
     def __init__(
         self,
-        tensors: tuple,
+        tensors: Signatures,
         device: torch.device,
         longest: int,
         keep: bool,
@@ -168,7 +168,17 @@ class BidirectionalPlan(Plan):
         ]  # fmt: skip
 
     def forward(
-        self, query, key, value, query_mask, key_mask, query_bounds, key_bounds, result, kept, scratch
+        self,
+        query: Argument,
+        key: Argument,
+        value: Argument,
+        query_mask: Argument | None,
+        key_mask: Argument | None,
+        query_bounds: Argument | None,
+        key_bounds: Argument | None,
+        result: Argument,
+        kept: Argument,
+        scratch: Argument,
     ) -> Iterator[Kernel]:
         parts = *kept.split(self.kept), *scratch.split(self.forward_scratch)
         incoming, allocation, outgoing, conserved_outgoing, records, partial = parts
@@ -208,9 +218,21 @@ class BidirectionalPlan(Plan):
         )
 
     def backward(
-        self, query, key, value, grad, grad_query, grad_key, grad_value, query_mask, key_mask, query_bounds,
-        key_bounds, kept, scratch,
-    ) -> Iterator[Kernel]:  # fmt: skip
+        self,
+        query: Argument,
+        key: Argument,
+        value: Argument,
+        grad: Argument,
+        grad_query: Argument,
+        grad_key: Argument,
+        grad_value: Argument,
+        query_mask: Argument | None,
+        key_mask: Argument | None,
+        query_bounds: Argument | None,
+        key_bounds: Argument | None,
+        kept: Argument,
+        scratch: Argument,
+    ) -> Iterator[Kernel]:
         incoming, allocation, outgoing, conserved_outgoing, records = kept.split(self.kept)
         overlap, grad_outgoing, grad_conserved, grad_records, products, partial = scratch.split(self.backward_scratch)
         if self.is_whole:
@@ -256,7 +278,7 @@ class BidirectionalPlan(Plan):
         self,
         name: str,
         arguments: tuple[Argument | None, ...],
-        numbers: tuple,
+        numbers: tuple[Any, ...],
         constants: Mapping[str, Any],
         programs: int = 1,
         heads: int | None = None,
@@ -271,7 +293,7 @@ class BidirectionalPlan(Plan):
         grid = (self.records if heads is None else heads) * self.segments, programs, 1
         return Kernel(getattr(module, f"{name}_kernel"), grid, arguments, numbers, constants, tuning.warps, smaller)
 
-    def _finish(self, function, arguments: tuple[Argument, ...], constants: dict[str, Any]) -> Kernel:
+    def _finish(self, function: Any, arguments: tuple[Argument, ...], constants: dict[str, Any]) -> Kernel:
         """A kernel that adds up the records of a head's segments."""
         constants = self.dims | {"CHUNK": CHUNK} | constants
         return Kernel(function, (self.records, self.chunks, 1), arguments, (self.segments,), constants)
@@ -300,7 +322,7 @@ def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
     return max(range(1, max(1, most) + 1), key=filled)
 
 
-def kept_sizes(rows, records, sinks, sources, dim: int, value_dim: int) -> list:
+def kept_sizes(rows: int, records: int, sinks: int, sources: int, dim: int, value_dim: int) -> list[int]:
     """How many numbers I, α, O, Ô and the records take; symbolic if the lengths are."""
     sinks, sources = aligned(rows * sinks), aligned(rows * sources)
     return [sinks, sinks, sources, sources, aligned(records * record_size(dim, value_dim))]

@@ -3,7 +3,7 @@
 `backward_v.py` leaves dÔ/D without what later segments add, and ⟨dR, R⟩, which gives dÎ/D. From these come the
 gradients of I·D and O·D, and their sums after each chunk; `backward_qk.py` takes them on to q and k.
 
-Shapes are those of `forward.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
+Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The four flows of a token, and its part of S, pass their gradients on to q and k: from earlier and later chunks as sums,
 which `flows_kernel` and `flow_gradient_kernel` have stored for each chunk, and inside a chunk by products.
 
-Shapes are those of `forward.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
+Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
 """
 
 from __future__ import annotations

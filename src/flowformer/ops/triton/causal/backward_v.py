@@ -6,8 +6,8 @@ L never falls, so no exponent is positive. Where a head has several segments, wh
 token by the factor exp(Ô − L_end): a segment leaves Σ (k + ε) dÔ/D without it and Σ (k + ε) exp(Ô − L_end)/D, which
 `flow_gradient_kernel` puts together.
 
-Shapes are those of `forward.py`; `grads` are the planes of `planes.py`. dÎ and dÔ are linear in ⟨dR, R⟩ and w, so each
-tile of E adds its part. Math: docs/kernels.md.
+Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. dÎ and dÔ are linear in ⟨dR, R⟩ and w,
+so each tile of E adds its part. Math: docs/kernels.md.
 """
 
 from __future__ import annotations

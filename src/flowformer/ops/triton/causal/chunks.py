@@ -1,6 +1,6 @@
-"""What the causal kernels share: which tokens a program works on, how it loads them, and their competition.
+"""What the causal kernels share: which tokens a program works on, how it loads them, their competition and allocation.
 
-Shapes are those of `forward.py`.
+Shapes are those of `forward_flows.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ import triton.language as tl
 
 from ..features import rounded_features
 from ..numerics import LOG_ZERO, add_logs, clamped, fast_log_add, log_add, sigmoid
-from ..precision import operand
-from .planes import COMPETITION_WEIGHT, CONSERVED_OUTGOING, COUNT, LOG_OUTGOING, RECEIVED
+from ..precision import dot_nn, operand
+from .columns import operand_columns, pick
+from .planes import (
+    COMPETITION_WEIGHT,
+    CONSERVED_OUTGOING,
+    COUNT,
+    LOG_OUTGOING,
+    RECEIVED,
+    STATE_LOG_INCOMING,
+    STATE_LOG_OUTGOING,
+)
 
 
 @triton.jit
@@ -237,3 +246,47 @@ def decay(log, later):
 def combine_decay(later_log, later_sum, log, sum):
     """L and Z of the first of two neighbouring runs of tokens, the later one given first."""
     return log, sum + decay(log, later_log) * later_sum
+
+
+@triton.jit
+def allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
+    """α/(I·D) and (1 − α)/D, 0 where masked; `inverse_position` is 1/D."""
+    received, declined = inverse_in * inverse_position, tl.zeros(inverse_position.shape, tl.float32)
+    if ALLOCATION:
+        received *= sigmoid(conserved_in, FAST)
+        declined += tl.where(keep, sigmoid(-conserved_in, FAST) * inverse_position, 0.0)
+    return received, declined
+
+
+@triton.jit
+def store_end(
+    p_positions, p_state_scalars, p_logs, p_end_scalars, batch, length, start, last, log_end, segments,
+    COMPETITION: tl.constexpr,
+):  # fmt: skip
+    """Stores the count and the logarithms after the last token of this head."""
+    row = tl.program_id(0).to(tl.int64)
+    count = load_count(p_state_scalars) + (last - start).to(tl.float32)
+    if p_positions is not None:
+        count = load_count(p_state_scalars) + tl.abs(tl.load(p_positions + batch * length + length - 1)).to(tl.float32)
+    tl.store(p_logs + row * (segments + 1) + segments, log_end)
+    log_outgoing, log_incoming = (
+        load_log(p_state_scalars, STATE_LOG_OUTGOING),
+        load_log(p_state_scalars, STATE_LOG_INCOMING),
+    )
+    if COMPETITION == "softmax":
+        log_outgoing = log_end
+    tl.store(p_end_scalars + row * 3 + COUNT, count)
+    tl.store(
+        p_end_scalars + row * 3 + STATE_LOG_OUTGOING, tl.where(log_outgoing > LOG_ZERO, log_outgoing, -float("inf"))
+    )
+    tl.store(
+        p_end_scalars + row * 3 + STATE_LOG_INCOMING, tl.where(log_incoming > LOG_ZERO, log_incoming, -float("inf"))
+    )
+
+
+@triton.jit
+def carried_flow(b_phi, conserved, eps, PRECISION: tl.constexpr):
+    """(φ + ε)·a, for a sum a over earlier segments."""
+    none = tl.zeros(conserved.shape, tl.float32)
+    b_flow = dot_nn(b_phi, operand_columns(conserved, none, none, none, PRECISION), PRECISION)
+    return pick(b_flow, 0) + eps * tl.sum(conserved, 0)

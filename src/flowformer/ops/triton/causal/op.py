@@ -10,26 +10,29 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, State, differentiate, distinct, empty_result, register
+from ...common import VARIANT, Mask, State, differentiate, distinct, empty_result, register
 from ...state import empty_state
 from ...variant import FlowVariant
-from ...varlen import Lengths, check_bounds
+from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
 from ..plan import contiguous, dense, empty, plan_of
 from .plan import CausalPlan, config, kept_sizes, segment_count, state_sizes
 
 
-def causal(query, key, value, mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
     """The result; see `flow_attention`."""
     return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant)[0]
 
 
-def recurrent(query, key, value, mask, state: State | None, scale: float, variant: FlowVariant) -> tuple[Tensor, State]:
+def recurrent(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if query.shape[2] == 1 and not _needs_gradients(query, key, value, *(state or ())):
         parts = empty_state(query, value) if state is None else state
@@ -41,7 +44,7 @@ def recurrent(query, key, value, mask, state: State | None, scale: float, varian
     return result, (sums, memory, scalars)
 
 
-def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result, *_ = _apply(query, key, value, None, *lengths[:2], max(lengths[2:]), None, scale, variant)
@@ -49,13 +52,23 @@ def packed(query, key, value, lengths: Lengths, scale: float, variant: FlowVaria
 
 
 def _apply(
-    query, key, value, mask, bounds, key_bounds, longest, state, scale, variant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    longest: int,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state = (None, None, None) if state is None else state
-    keep = _needs_gradients(query, key, value, *state)
-    *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *state)
+    parts = (None, None, None) if state is None else state
+    keep = _needs_gradients(query, key, value, *parts)
+    *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *parts)
     inputs = *tensors, longest, keep, sums, memory, scalars, scale, *variant.as_args()
-    return _Causal.apply(*inputs) if keep else torch.ops.flowformer.triton_causal(*inputs)
+    result, end, kept = _Causal.apply(*inputs) if keep else torch.ops.flowformer.triton_causal(*inputs)
+    return result, end, kept
 
 
 def _needs_gradients(*tensors: Tensor | None) -> bool:
@@ -65,7 +78,7 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
 class _Causal(torch.autograd.Function):
     # without setup_context, for which torch inspects the signature in every call
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
         scalars = inputs[10]
         ctx.save_for_backward(*inputs[:5], scalars, result, kept)
@@ -76,7 +89,7 @@ class _Causal(torch.autograd.Function):
         return result, end, kept
 
     @staticmethod
-    def backward(ctx, grad, grad_end, _):
+    def backward(ctx: Any, grad: Tensor, grad_end: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         *tensors, scalars, result, kept = ctx.saved_tensors
         query, _, value, *_ = tensors
         if grad is None:
@@ -96,15 +109,29 @@ def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tens
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, *options):
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    longest: int,
+    keep: bool,
+    sums: Tensor | None,
+    memory: Tensor | None,
+    scalars: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the state after it in one buffer, and what the backward pass needs, if it is to `keep` that."""
-    if bounds is not None:
+    if bounds is not None and key_bounds is not None:
         check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
     sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
     if not query.numel():
         result, end, kept = _empty_outputs(query, value, bounds, longest, keep, options)
-        before = empty_state(query, value) if sums is None else (sums, memory, scalars)
+        given = [part for part in (sums, memory, scalars) if part is not None]
+        before = given or empty_state(query, value)
         for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
             part.copy_(old)
         return result, end, kept
@@ -125,17 +152,41 @@ def _forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, m
 
 
 def _backward_kernels(
-    query, key, value, mask, positions, bounds, scalars, result, kept, end, longest, options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    positions: Tensor | None,
+    bounds: Bounds,
+    scalars: Tensor | None,
+    result: Tensor,
+    kept: Tensor,
+    end: Tensor,
+    longest: int,
+    options: Any,
 ) -> Iterator[Kernel]:
     """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
-    grad, outs = result, (query, *_key_gradients(query, key, value, "meta"), end)
+    grad, outs = result, (query, *_key_gradients(query, key, value, torch.device("meta")), end)
     rest = bounds, grad, None, scalars, result, kept
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
     scratch = empty(plan.backward_scratch, torch.device("meta"))
     return plan.backward(*arguments((query, key, value, positions, *rest, *outs, scratch)))
 
 
-def _backward(grad, grad_end, query, key, value, mask, bounds, longest, scalars, result, kept, *options):
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bounds: Bounds,
+    longest: int,
+    scalars: Tensor | None,
+    result: Tensor,
+    kept: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, and of the state before the first token, in one buffer."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     grad_end, scalars = contiguous(grad_end), contiguous(scalars)
@@ -162,7 +213,7 @@ def _backward(grad, grad_end, query, key, value, mask, bounds, longest, scalars,
     return grad_query, grad_key, grad_value, start
 
 
-def _key_gradients(query, key, value, device) -> list[Tensor]:
+def _key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> list[Tensor]:
     """Uninitialised gradients of key and value, one for every query head.
 
     Those of query heads that share a key head are added up in a fixed order afterwards.
@@ -172,22 +223,26 @@ def _key_gradients(query, key, value, device) -> list[Tensor]:
     return [x.new_empty(*query.shape[:2], *x.shape[2:], device=device) for x in (key, value)]
 
 
-def _empty_outputs(query, value, bounds, longest, keep, options) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_outputs(
+    query: Tensor, value: Tensor, bounds: Bounds, longest: int, keep: bool, options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the last state, and what is kept, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
     chunk = config(query.dtype, dim, value_dim, FlowVariant(*options[1:]).feature_map).chunk
     segments = segment_count(rows, longest, query.device)
-    kept = kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)
-    sizes = sum(state_sizes(rows, dim, value_dim)), sum(kept)
+    sizes = (
+        sum(state_sizes(rows, dim, value_dim)),
+        sum(kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)),
+    )
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
     return empty_result(query, value_dim), end, kept
 
 
-def _sequences(query: Tensor, bounds: Tensor | None):
+def _sequences(query: Tensor, bounds: Bounds) -> int:
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
 
 
-def _positions(mask: Tensor | None) -> Tensor | None:
+def _positions(mask: Mask) -> Tensor | None:
     """How many tokens of a sequence there are up to each, negative where it is masked itself."""
     if mask is None:
         return None
@@ -196,11 +251,21 @@ def _positions(mask: Tensor | None) -> Tensor | None:
     return torch.where(mask, positions, -positions)
 
 
-def _fake_forward(query, key, value, mask, bounds, key_bounds, longest, keep, sums, memory, scalars, *options):
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, bounds, _, longest, keep, _, _, _, *options = rest
     return _empty_outputs(query, value, bounds, longest, keep, options)
 
 
-def _fake_backward(grad, grad_end, query, key, value, mask, bounds, *_):
+def _fake_backward(
+    grad: Tensor,
+    grad_end: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    bounds: Bounds,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     start = sum(state_sizes(query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]))
     return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(start, dtype=torch.float32)
 

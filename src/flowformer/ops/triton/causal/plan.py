@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -13,8 +13,8 @@ from ...variant import FlowVariant
 from ..features import CENTRES, fast
 from ..hardware import num_sms
 from ..launch import Argument, Kernel
-from ..plan import Plan, Strides, Tuning, aligned, block_size
-from . import backward_flows, backward_qk, backward_v, forward
+from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
+from . import backward_flows, backward_qk, backward_v, forward_flows, forward_output
 from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES
 
 SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
@@ -96,7 +96,7 @@ class CausalPlan(Plan):
         state: sizes of the three tensors of a state in one buffer.
     """
 
-    def __init__(self, tensors: tuple, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
+    def __init__(self, tensors: Signatures, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
         scale, variant = options[0], FlowVariant(*options[1:])
         (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, *_ = tensors
         (batch, heads, length, dim), key_heads, value_dim = shape, key_shape[1], value_shape[3]
@@ -155,7 +155,19 @@ class CausalPlan(Plan):
         self.backward_scratch = [aligned(size) for size in backward]
 
     def forward(
-        self, query, key, value, positions, bounds, sums, memory, scalars, result, kept, end, scratch
+        self,
+        query: Argument,
+        key: Argument,
+        value: Argument,
+        positions: Argument | None,
+        bounds: Argument | None,
+        sums: Argument | None,
+        memory: Argument | None,
+        scalars: Argument | None,
+        result: Argument,
+        kept: Argument,
+        end: Argument,
+        scratch: Argument,
     ) -> Iterator[Kernel]:
         """The kernels of a forward pass, of its inputs and what it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
@@ -165,7 +177,7 @@ class CausalPlan(Plan):
         if self.segments > 1:
             partial, conserved, totals, increments, local_flows, local_sums = scratch.split(self.forward_scratch)
             yield self._kernel(
-                forward.sums_kernel,
+                forward_flows.sums_kernel,
                 config.sums,
                 (query, key, positions, bounds, partial),
                 (query, key),
@@ -173,7 +185,7 @@ class CausalPlan(Plan):
                 self.features,
             )
         yield self._kernel(
-            forward.flows_kernel,
+            forward_flows.flows_kernel,
             config.flows,
             (
                 query, key, positions, bounds, sums, scalars, partial, conserved, flows, chunk_sums, local_flows,
@@ -185,7 +197,7 @@ class CausalPlan(Plan):
         )  # fmt: skip
         if self.segments > 1:
             yield self._kernel(
-                forward.conserve_kernel,
+                forward_flows.conserve_kernel,
                 config.sums,
                 (
                     key, positions, bounds, sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums,
@@ -196,7 +208,7 @@ class CausalPlan(Plan):
                 self.features | self.competition | self.keep,
             )  # fmt: skip
             yield self._kernel(
-                forward.memory_kernel,
+                forward_output.memory_kernel,
                 config.memory,
                 (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
                 (key, value),
@@ -206,7 +218,7 @@ class CausalPlan(Plan):
             )
             yield self._scan(increments, memory, memories, end_memory, reverse=False)
         yield self._kernel(
-            forward.output_kernel,
+            forward_output.output_kernel,
             config.output,
             (
                 query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
@@ -219,9 +231,23 @@ class CausalPlan(Plan):
         )  # fmt: skip
 
     def backward(
-        self, query, key, value, positions, bounds, grad, grad_end, scalars, result, kept, grad_query, grad_key,
-        grad_value, start, scratch,
-    ) -> Iterator[Kernel]:  # fmt: skip
+        self,
+        query: Argument,
+        key: Argument,
+        value: Argument,
+        positions: Argument | None,
+        bounds: Argument | None,
+        grad: Argument,
+        grad_end: Argument | None,
+        scalars: Argument | None,
+        result: Argument,
+        kept: Argument,
+        grad_query: Argument,
+        grad_key: Argument,
+        grad_value: Argument,
+        start: Argument,
+        scratch: Argument,
+    ) -> Iterator[Kernel]:
         """The kernels of a backward pass, of its inputs and what it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         start_sums, start_memory, start_scalars = start.split(self.state)
@@ -285,7 +311,14 @@ class CausalPlan(Plan):
             )
 
     def _kernel(
-        self, function, tuning: Tuning, arguments, strided: Iterable[Argument], numbers, constants, tiles=1
+        self,
+        function: Any,
+        tuning: Tuning,
+        arguments: Sequence[Argument | None],
+        strided: Iterable[Argument],
+        numbers: Sequence[Any],
+        constants: dict[str, Any],
+        tiles: int = 1,
     ) -> Kernel:
         """A kernel for every head, segment and tile, which takes the strides of `strided`, then `numbers`."""
         strides = Strides.of((x.tensor.shape, x.tensor.stride()) for x in strided)
@@ -300,10 +333,10 @@ class CausalPlan(Plan):
         block = min(256, triton.next_power_of_2(self.width))
         constants = {"WIDTH": self.width, "BLOCK": block, "REVERSE": reverse}
         grid = self.rows, triton.cdiv(self.width, block), 1
-        return Kernel(forward.scan_kernel, grid, arguments, (self.segments,), constants)
+        return Kernel(forward_output.scan_kernel, grid, arguments, (self.segments,), constants)
 
 
-def segment_count(rows, longest, device: torch.device):
+def segment_count(rows: int, longest: int, device: torch.device) -> int:
     """How many segments each of `rows` heads is cut into; symbolic if they are."""
     sms = num_sms(device)
     if rows > sms:
@@ -311,19 +344,21 @@ def segment_count(rows, longest, device: torch.device):
         return 1
     most = SEGMENTS_PER_SM * sms // torch.sym_max(rows, 1)
     tokens = MIN_SEGMENT if rows < BUSY_SHARE * sms else MIN_BUSY_SEGMENT
-    return torch.sym_max(1, torch.sym_min(most, (longest + tokens - 1) // tokens))
+    return cast("int", torch.sym_max(1, torch.sym_min(most, (longest + tokens - 1) // tokens)))
 
 
-def segment_chunks(longest, segments, chunk):
-    return torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk))
+def segment_chunks(longest: int, segments: int, chunk: int) -> int:
+    return cast("int", torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk)))
 
 
-def state_sizes(rows, dim, value_dim) -> list[int]:
+def state_sizes(rows: int, dim: int, value_dim: int) -> list[int]:
     """How many numbers the three tensors of a state take in one buffer, each aligned."""
     return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
-def kept_sizes(shape, value_dim: int, rows, longest, segments, chunk: int, keep: bool) -> list[int]:
+def kept_sizes(
+    shape: Sequence[int], value_dim: int, rows: int, longest: int, segments: int, chunk: int, keep: bool
+) -> list[int]:
     """How many numbers the planes of flows, the sums before chunks (only if kept), logs and memories take."""
     batch, heads, length, dim = shape
     planes = PLANES if keep else FORWARD_PLANES

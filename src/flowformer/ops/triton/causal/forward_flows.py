@@ -1,4 +1,4 @@
-"""Kernels of the causal forward pass.
+"""Kernels of the causal forward pass, first part: the flows; the memory and the result are in `forward_output.py`.
 
 A program walks over one segment of one head in chunks of C tokens. Inside a chunk all flows come from P = q kᵀ (C × C);
 all that came before the chunk enters as a sum. Where a head has several segments (SPLIT), what came before each is
@@ -14,31 +14,25 @@ tokens. Math: docs/kernels.md.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from ..features import centred_feature
 from ..launch import kernel
-from ..numerics import LOG_ZERO, log_add, sigmoid
+from ..numerics import LOG_ZERO, log_add
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
-    compute_competition,
+    allocation_weights,
+    carried_flow,
     inside_of,
     load_count,
     load_features,
     load_log,
-    load_memory,
-    load_rows,
     load_vector,
     locate,
     locate_chunk,
-    mask_triangle,
     running_log_sum,
-    store_memory,
-    store_rows,
+    store_end,
     store_vector,
     sum_segments,
-    triangle,
 )
 from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick, stack4, stack8
 from .planes import (
@@ -48,8 +42,6 @@ from .planes import (
     CONSERVED_OUTGOING,
     CONSERVED_QUERY_COLUMN,
     CONSERVED_QUERY_SUM,
-    COUNT,
-    DECLINED,
     FORWARD_PLANES,
     INVERSE_INCOMING,
     INVERSE_OUTGOING,
@@ -58,8 +50,6 @@ from .planes import (
     LOG_OUTGOING,
     QUERY_COLUMN,
     QUERY_SUM,
-    RECEIVED,
-    STATE_LOG_INCOMING,
     STATE_LOG_OUTGOING,
 )
 
@@ -195,7 +185,7 @@ def flows_kernel(
             p_to = tl.where(which < 2, p_to, p_local + (which - 2) * plane)
             tl.store(p_to, b_planes, mask=inside[:, None] & (KEEP | (which != 1)))
         else:
-            received, declined = _allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST, ALLOCATION)
+            received, declined = allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST, ALLOCATION)
             which = tl.arange(0, 8)[None, :]
             # in the order of the planes; 1/D where nothing is written
             b_planes = stack8(
@@ -239,46 +229,10 @@ def flows_kernel(
         store_vector(p_end_sums, row * 4 + CONSERVED_QUERY_SUM, columns, conserved_query - eps_row, D)
         log_start = load_log(p_state_scalars, STATE_LOG_OUTGOING)
         tl.store(p_logs + row * 2, log_start)
-        _store_end(
+        store_end(
             p_positions, p_state_scalars, p_logs, p_end_scalars, batch, length, start, last,
             log_add(log_start, log_sum), segments, COMPETITION,
         )  # fmt: skip
-
-
-@triton.jit
-def _allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
-    """α/(I·D) and (1 − α)/D, 0 where masked; `inverse_position` is 1/D."""
-    received, declined = inverse_in * inverse_position, tl.zeros(inverse_position.shape, tl.float32)
-    if ALLOCATION:
-        received *= sigmoid(conserved_in, FAST)
-        declined += tl.where(keep, sigmoid(-conserved_in, FAST) * inverse_position, 0.0)
-    return received, declined
-
-
-@triton.jit
-def _store_end(
-    p_positions, p_state_scalars, p_logs, p_end_scalars, batch, length, start, last, log_end, segments,
-    COMPETITION: tl.constexpr,
-):  # fmt: skip
-    """Stores the count and the logarithms after the last token of this head."""
-    row = tl.program_id(0).to(tl.int64)
-    count = load_count(p_state_scalars) + (last - start).to(tl.float32)
-    if p_positions is not None:
-        count = load_count(p_state_scalars) + tl.abs(tl.load(p_positions + batch * length + length - 1)).to(tl.float32)
-    tl.store(p_logs + row * (segments + 1) + segments, log_end)
-    log_outgoing, log_incoming = (
-        load_log(p_state_scalars, STATE_LOG_OUTGOING),
-        load_log(p_state_scalars, STATE_LOG_INCOMING),
-    )
-    if COMPETITION == "softmax":
-        log_outgoing = log_end
-    tl.store(p_end_scalars + row * 3 + COUNT, count)
-    tl.store(
-        p_end_scalars + row * 3 + STATE_LOG_OUTGOING, tl.where(log_outgoing > LOG_ZERO, log_outgoing, -float("inf"))
-    )
-    tl.store(
-        p_end_scalars + row * 3 + STATE_LOG_INCOMING, tl.where(log_incoming > LOG_ZERO, log_incoming, -float("inf"))
-    )
 
 
 @kernel
@@ -332,7 +286,7 @@ def conserve_kernel(
         )
         p_flow, inside = p_flows + base + tokens, inside_of(tokens, base, last)
         conserved_out = tl.load(p_local_flows + base + tokens, mask=inside, other=0.0)
-        conserved_out += _carried_flow(b_key, conserved_query, eps, PRECISION) / position
+        conserved_out += carried_flow(b_key, conserved_query, eps, PRECISION) / position
         tl.store(p_flow + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
         if COMPETITION == "softmax":
             log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
@@ -344,187 +298,3 @@ def conserve_kernel(
             p_to = p_sums + (here * 4 + which // 2 * 4 + CONSERVED_KEY_SUM + which % 2) * D
             tl.store(p_to + columns[:, None], b_before + b_local, mask=inner)
     tl.store(p_totals + index, log_sum)
-
-
-@triton.jit
-def _carried_flow(b_phi, conserved, eps, PRECISION: tl.constexpr):
-    """(φ + ε)·a, for a sum a over earlier segments."""
-    none = tl.zeros(conserved.shape, tl.float32)
-    b_flow = dot_nn(b_phi, operand_columns(conserved, none, none, none, PRECISION), PRECISION)
-    return pick(b_flow, 0) + eps * tl.sum(conserved, 0)
-
-
-@kernel
-def memory_kernel(
-    p_key, p_value, p_positions, p_bounds, p_state_scalars, p_flows, p_totals, p_logs, p_end_scalars, p_partial,
-    k_batch, k_head, k_token, v_batch, v_head, v_token,
-    plane, heads, shared, length, size, segments, scale, eps, clamp,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it.
-
-    Grid:   (B·H, segments, tiles of E). Only where heads have several segments. From right to left, since
-            `conserve_kernel` left the last tokens in the L2 cache.
-    Reads:  K, V; planes of `flows`; log Σ exp(Ô) of each segment (`totals`).
-    Writes: Σ kᵀ c V (B·H, T, D, E) into `partial`, for `scan_kernel`; `logs` (B·H, T + 1); scalars of the last state.
-
-    CENTRE is φ(0) where the backward pass needs the differences between features, see `gradient_kernel`, otherwise 0.
-    """
-    batch, head, start, first, last = locate(p_bounds, heads, length, size)
-    k_token = D if DENSE else k_token * ALIGN
-    v_token = E if DENSE else v_token * ALIGN
-    plane = tl.cast(plane, tl.int64)
-    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    p_key += (batch * k_batch + head // shared * k_head) * ALIGN
-    p_value += (batch * v_batch + head // shared * v_head) * ALIGN
-    p_flows += (batch * heads + head) * length
-    log_start = load_log(p_state_scalars, STATE_LOG_OUTGOING)
-    for begin in range(0, segment, 16):
-        each = begin + tl.arange(0, 16)
-        log = tl.load(p_totals + row * segments + each, mask=each < segment, other=LOG_ZERO)
-        high = tl.max(log, 0)
-        log_start = log_add(log_start, high + tl.log(tl.sum(tl.exp(log - high), 0)))
-    if tile == 0:
-        tl.store(p_logs + row * (segments + 1) + segment, log_start)
-        if segment == segments - 1:
-            log_end = log_add(log_start, tl.load(p_totals + row * segments + segment))
-            _store_end(
-                p_positions, p_state_scalars, p_logs, p_end_scalars, batch, length, start, last, log_end, segments,
-                COMPETITION,
-            )  # fmt: skip
-    count, tokens = load_count(p_state_scalars), tl.arange(0, C)
-    b_memory, common_row = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
-    chunks = tl.cdiv(last - first, C).to(tl.int32)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        base = first + (chunks - 1 - step) * C
-        rows, keep, position = locate_chunk(p_positions, batch, length, base, tokens, start, last, count)
-        if CENTRE != 0:
-            b_key = load_rows(p_key, base, rows, k_token, keep, p_positions, 0, D, BLOCK_D)
-            b_key = operand(centred_feature(b_key, scale, MAP), PRECISION)
-        else:
-            b_key, _ = load_features(
-                p_key, base, rows, k_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
-            )
-        b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
-        p_flow = p_flows + base + tokens
-        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST, COMPETITION)
-        b_competing = b_value * competition[:, None]
-        b_memory = dot(tl.trans(b_key), operand(b_competing, PRECISION), b_memory, PRECISION)
-        if CENTRE != 0:
-            common_row += CENTRE * tl.sum(b_competing, 0)
-    if CENTRE != 0:
-        b_memory += common_row[None, :]
-    store_memory(p_partial + (row * segments + segment) * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
-
-
-@kernel
-def scan_kernel(
-    p_partial, p_begin, p_before, p_end, segments,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """The sum of the memories of the segments before each, in REVERSE of those after each, in a fixed order.
-
-    Grid:   (B·H, blocks of D·E).
-    Reads:  `partial` (B·H, T, WIDTH), one memory for each segment; `begin` (B·H, WIDTH), of the state, if there is one.
-    Writes: `before` (B·H, T, WIDTH); `end` (B·H, WIDTH), the sum of all.
-    """
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = load_vector(p_begin, row, columns, WIDTH)
-    for start in range(0, segments, 16):
-        each = start + tl.arange(0, 16)
-        segment = segments - 1 - each if REVERSE else each
-        previous = segment + 1 if REVERSE else segment - 1
-        inner = (columns < WIDTH)[None, :]
-        at = (row * segments + previous)[:, None] * WIDTH + columns[None, :]
-        b_shifted = tl.load(p_partial + at, mask=((each > start) & (each < segments))[:, None] & inner, other=0.0)
-        at = (row * segments + segment)[:, None] * WIDTH + columns[None, :]
-        tl.store(p_before + at, total[None, :] + tl.cumsum(b_shifted, 0), mask=(each < segments)[:, None] & inner)
-        total += tl.sum(tl.load(p_partial + at, mask=(each < segments)[:, None] & inner, other=0.0), 0)
-    store_vector(p_end, row, columns, total, WIDTH)
-
-
-@kernel
-def output_kernel(
-    p_query, p_key, p_value, p_out, p_positions, p_bounds, p_state_sums, p_state_scalars, p_state_memory,
-    p_conserved, p_flows, p_local_flows, p_logs, p_memories, p_end_memory,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
-    plane, heads, shared, length, size, segments, scale, eps, clamp,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
-    MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """R = α/(I·D) · q S.
-
-    Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
-    Reads:  Q, K, V; planes of `flows`; log Σ exp(Ô) before each segment (`logs`); the state before the first token.
-            SPLIT: S before each segment (`memories`), and Î of this segment only (`local_flows`), to which is added
-            what comes from earlier segments (`conserved`).
-    Writes: R (B, H, N, E); the planes of `flows` that only a backward pass KEEPs; S after the last token, unless SPLIT.
-    """
-    batch, head, start, first, last = locate(p_bounds, heads, length, size)
-    q_token = D if DENSE else q_token * ALIGN
-    k_token = D if DENSE else k_token * ALIGN
-    v_token = E if DENSE else v_token * ALIGN
-    r_token = E if DENSE else r_token * ALIGN
-    plane = tl.cast(plane, tl.int64)
-    row, segment, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    p_query += (batch * q_batch + head * q_head) * ALIGN
-    p_key += (batch * k_batch + head // shared * k_head) * ALIGN
-    p_value += (batch * v_batch + head // shared * v_head) * ALIGN
-    p_out += (batch * r_batch + head * r_head) * ALIGN
-    p_flows += (batch * heads + head) * length
-    p_memories += (row * segments + segment) * (D * E)
-    count, tokens = load_count(p_state_scalars), tl.arange(0, C)
-    log_start = tl.load(p_logs + row * (segments + 1) + segment)
-    if SPLIT:
-        b_memory = load_memory(p_memories, tile, D, BLOCK_D, E, BLOCK_E)
-        p_local_flows += (batch * heads + head) * length
-        columns = tl.arange(0, BLOCK_D)
-        conserved_key = load_vector(p_state_sums, row * 4 + CONSERVED_KEY_SUM, columns, D) + tl.where(
-            columns < D, eps, 0.0
-        )
-        conserved_key += sum_segments(p_conserved, 0, segment, segments, columns, KEY_SUM, D)
-    else:
-        b_memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
-        if p_state_memory is not None:
-            b_memory += load_memory(p_state_memory + row * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
-        if KEEP:
-            store_memory(p_memories, tile, b_memory, D, BLOCK_D, E, BLOCK_E)
-
-    b_lower = triangle(C, False)
-    for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
-        base = first + chunk * C
-        rows, keep, position = locate_chunk(p_positions, batch, length, base, tokens, start, last, count)
-        b_query, _ = load_features(
-            p_query, base, rows, q_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
-        )
-        b_key, _ = load_features(
-            p_key, base, rows, k_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
-        )
-        b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
-        p_flow, inside = p_flows + base + tokens, inside_of(tokens, base, last)
-        if SPLIT:
-            inverse_in = tl.load(p_flow + INVERSE_INCOMING * plane, mask=keep, other=0.0)
-            conserved_in = tl.load(p_local_flows + base + tokens, mask=keep, other=0.0)
-            inverse_position = 1.0 / position
-            conserved_in += _carried_flow(b_query, conserved_key, eps, PRECISION) * inverse_position
-            received, declined = _allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST, ALLOCATION)
-            if KEEP and tile == 0:
-                tl.store(p_flow + DECLINED * plane, declined, mask=inside)
-                tl.store(p_flow + RECEIVED * plane, received, mask=inside)
-        else:
-            received = tl.load(p_flow + RECEIVED * plane, mask=keep, other=0.0)
-        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST, COMPETITION)
-        if KEEP and tile == 0:
-            tl.store(p_flow + COMPETITION_WEIGHT * plane, competition, mask=inside)
-        b_competing = operand(b_value * competition[:, None], PRECISION)
-        b_products = mask_triangle(dot_nt(b_query, b_key, PRECISION), b_lower, FAST, PRECISION)
-        b_result = dot_nn(b_query, operand(b_memory, PRECISION), PRECISION)
-        b_result = dot(b_products, b_competing, b_result, PRECISION) * received[:, None]
-        store_rows(p_out, base, tokens, r_token, inside, tile, b_result, E, BLOCK_E)
-        b_memory = dot(tl.trans(b_key), b_competing, b_memory, PRECISION)
-    if not SPLIT:
-        store_memory(p_end_memory + row * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)

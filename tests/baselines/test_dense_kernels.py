@@ -1,4 +1,4 @@
-"""The rivals with kernels, landmarks and learned maps: equal to their dense formulas, and the laws that they claim."""
+"""The rivals with kernels, landmarks and learned maps: equal to their dense formulas, and exact at their limits."""
 
 from __future__ import annotations
 
@@ -8,59 +8,30 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_inputs, relative_error, with_gradients
+from attentions import CROSS, DIM, FORMS, HEADS, build, with_all_gradients
+from helpers import random_inputs, randomized, relative_error, with_gradients
 
 from flowformer import baselines
-from flowformer.baselines import cosformer, linformer, nystromformer, performer, rfa, soft, synthesizer, yoso
+from flowformer.baselines import nystromformer, performer, soft, yoso
 from flowformer.baselines.decay import decayed_product
-
-HEADS, DIM, LONGEST = 3, 4, 256
-BOTH = (False, True)
-KINDS = {False: "bidirectional", True: "causal"}
-
-# name: class, options that make it worth testing, the forms it has
-CASES = {
-    "linformer": (linformer.LinformerAttention, {"rank": 5}, (False,)),
-    "linformer, apart": (linformer.LinformerAttention, {"rank": 5, "shared": False}, (False,)),
-    "performer": (performer.PerformerAttention, {"features": 7}, BOTH),
-    "performer-relu": (performer.PerformerReluAttention, {}, BOTH),
-    "synthesizer": (synthesizer.SynthesizerAttention, {}, BOTH),
-    "synthesizer, dot product": (synthesizer.SynthesizerAttention, {"dot_product": True}, BOTH),
-    "synthesizer-dense": (synthesizer.DenseSynthesizerAttention, {}, BOTH),
-    "cosformer": (cosformer.CosformerAttention, {}, BOTH),
-    "nystromformer": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": 5}, (False,)),
-    "nystromformer, plain": (nystromformer.NystromformerAttention, {"landmarks": 6, "convolution": None}, (False,)),
-    "yoso": (yoso.YosoAttention, {}, BOTH),
-    "yoso, convolution": (yoso.YosoAttention, {"convolution": 5}, (False,)),
-    "soft": (soft.SoftAttention, {"landmarks": 6}, (False,)),
-    "soft, released": (soft.SoftAttention, {"landmarks": 6, "landmark_norm": True, "convolution": 5}, (False,)),
-    "rfa": (rfa.RFAAttention, {"features": 7}, BOTH),
-    "rfa-gate": (rfa.GatedRFAAttention, {"features": 7}, (True,)),
-}
-FORMS = [pytest.param(case, form, id=f"{case}, {KINDS[form]}") for case in CASES for form in CASES[case][2]]
-
-
-def build(case, max_length=LONGEST, **options):
-    kind, defaults, _ = CASES[case]
-    torch.manual_seed(0)
-    module = kind(num_heads=HEADS, head_dim=DIM, max_length=max_length, **defaults | options).double()
-    for parameter in module.parameters():  # also those that start at 0 or 1
-        torch.nn.init.normal_(parameter, std=0.5)
-    return module
-
 
 # Dense formulas of one sequence without padding: every N × M number is written down. They take the module for its
 # parameters and sizes alone.
 
 
-def dense_softmax(q, k, v):
-    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+def softmax(q, k, v, seen=True):
+    return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~torch.as_tensor(seen), -torch.inf).softmax(-1) @ v
+
+
+def dense_linear(module, q, k, v, seen):
+    weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT) * seen
+    return weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
 
 
 def dense_linformer(module, q, k, v, seen):
     k = torch.einsum("mr,bhmd->bhrd", module.projection[0, : k.shape[2]], k)
     v = torch.einsum("mr,bhmd->bhrd", module.projection[-1, : v.shape[2]], v)
-    return dense_softmax(q, k, v)
+    return softmax(q, k, v)
 
 
 def normalised(weights, v, least=0.0):
@@ -181,6 +152,8 @@ def dense_gated_rfa(module, q, k, v, seen):
 
 
 DENSE = {
+    "softmax": lambda module, *inputs: softmax(*inputs),
+    "linear": dense_linear,
     "linformer": dense_linformer,
     "performer": dense_performer,
     "performer-relu": dense_performer_relu,
@@ -195,184 +168,30 @@ DENSE = {
 }
 
 
+def trained(case):
+    """With parameters that are not those of the start, of which many are 0 or 1."""
+    return randomized(build(case), 0.5)
+
+
 def dense(module, inputs, is_causal):
     seen = torch.ones(inputs[0].shape[2], inputs[1].shape[2], dtype=torch.bool)
     return DENSE[module.name](module, *inputs, seen.tril() if is_causal else seen)
 
 
-def with_all_gradients(function, module, inputs):
-    """The result and the gradients of inputs and parameters, 0 for those that take no part."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    result = function(*leaves)
-    cotangent = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), dtype=result.dtype)
-    leaves += module.parameters()
-    return [result.detach(), *torch.autograd.grad(result, leaves, cotangent, materialize_grads=True)]
-
-
-def padded_batch(length):
-    """Right- and left-padded, and with holes."""
-    mask = torch.ones(3, length, dtype=torch.bool)
-    mask[0, -length // 3 :] = mask[1, : length // 2] = mask[2, 2::3] = False
-    return mask
-
-
 @pytest.mark.parametrize("length", [1, 2, 17, 64, 65, 131])
-@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+@pytest.mark.parametrize(("case", "is_causal"), [form for form in FORMS if form.values[0].partition(",")[0] in DENSE])
 def test_equals_the_dense_formula(case, is_causal, length):
-    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=length, value_dim=6)
+    module, inputs = trained(case), random_inputs(heads=HEADS, dim=DIM, sinks=length, value_dim=6)
     ours = with_all_gradients(lambda *x: module(*x, is_causal=is_causal), module, inputs)
     theirs = with_all_gradients(lambda *x: dense(module, x, is_causal), module, inputs)
     for value, truth in zip(ours, theirs, strict=True):
         torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
-)
+@pytest.mark.parametrize("case", [case for case in CROSS if case.partition(",")[0] in DENSE])
 def test_cross_attention(case):
-    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
+    module, inputs = trained(case), random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11, value_dim=6)
     assert relative_error(module(*inputs), dense(module, inputs, False)) < 1e-12
-
-
-@pytest.mark.parametrize("case", ["nystromformer", "soft", "rfa-gate"])
-def test_no_cross_attention(case):
-    with pytest.raises(NotImplementedError, match=r"does not support: .*cross"):
-        build(case)(*random_inputs(heads=HEADS, dim=DIM, sinks=5, sources=11))
-
-
-@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if forms == (False,)])
-def test_no_causal_form(case):
-    with pytest.raises(NotImplementedError, match="does not support: causal"):
-        build(case)(*random_inputs(heads=HEADS, dim=DIM), is_causal=True)
-
-
-def test_a_gate_has_no_bidirectional_form():
-    with pytest.raises(NotImplementedError, match="does not support: bidirectional"):
-        build("rfa-gate")(*random_inputs(heads=HEADS, dim=DIM))
-
-
-@pytest.mark.parametrize("poison", [100.0, math.nan])
-@pytest.mark.parametrize("length", [9, 70])
-@pytest.mark.parametrize(("case", "is_causal"), FORMS)
-def test_padded_is_alone(case, is_causal, length, poison):
-    module, mask = build(case), padded_batch(length)
-    inputs = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=length)
-
-    def padded(*inputs):
-        inputs = [torch.where(mask[:, None, :, None], x, poison) for x in inputs]
-        return module(*inputs, is_causal=is_causal, query_mask=mask, key_mask=mask)
-
-    def alone(*inputs):
-        rows = []
-        for row, there in enumerate(mask):
-            result = module(*(x[row : row + 1, :, there] for x in inputs), is_causal=is_causal)
-            rows.append(torch.zeros_like(inputs[2][row]).index_add(1, there.nonzero()[:, 0], result[0]))
-        return torch.stack(rows)
-
-    for value, truth in zip(*(with_all_gradients(f, module, inputs) for f in (padded, alone)), strict=True):
-        torch.testing.assert_close(value, truth, rtol=1e-8, atol=1e-9)
-    assert (padded(*inputs)[~mask[:, None].expand(-1, HEADS, -1)] == 0).all()
-
-
-@pytest.mark.parametrize(
-    "case", [case for case, (_, _, forms) in CASES.items() if build(case).cross and False in forms]
-)
-def test_padded_sources_of_another_sequence(case):
-    module, mask = build(case), padded_batch(12)
-    q, k, v = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=7, sources=12)
-    result = module(q, k, v, key_mask=mask)
-    for row, there in enumerate(mask):
-        alone = module(q[row, None], k[row, None, :, there], v[row, None, :, there])
-        assert relative_error(result[row], alone[0]) < 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("case", "is_causal"), FORMS)
-def test_no_source_gives_zero(case, is_causal, dtype):
-    module = build(case).to(dtype)
-    inputs = [x.requires_grad_() for x in random_inputs(heads=HEADS, dim=DIM, dtype=dtype)]
-    key_mask = torch.zeros(2, 9, dtype=torch.bool)
-    key_mask[0, 3] = True
-    result = module(*inputs, is_causal=is_causal, key_mask=key_mask)
-    assert (result[1] == 0).all()
-    assert not is_causal or (result[0, :, :3] == 0).all()
-    assert (result[0, :, 3] != 0).any()
-    gradients = torch.autograd.grad(result.sum(), [*inputs, *module.parameters()], allow_unused=True)
-    assert all(grad is None or grad.isfinite().all() for grad in gradients)
-
-
-@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if True in forms])
-def test_causal_does_not_leak(case):
-    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=150)
-    changed = [torch.cat([x[:, :, :70], 9 * torch.randn_like(x[:, :, 70:])], 2) for x in inputs]
-    ours, theirs = (module(*x, is_causal=True) for x in (inputs, changed))
-    assert torch.equal(ours[:, :, :70], theirs[:, :, :70])
-    assert not torch.isclose(ours[:, :, 70:], theirs[:, :, 70:]).all()
-    # and the past does not depend on how long the sequence grows
-    torch.testing.assert_close(module(*(x[:, :, :70] for x in inputs), is_causal=True), ours[:, :, :70])
-
-
-@pytest.mark.parametrize("case", [case for case, (_, _, forms) in CASES.items() if True in forms])
-def test_causal_queries_stand_where_their_keys_do(case):
-    module, mask = build(case), padded_batch(70)
-    inputs = random_inputs(batch=3, heads=HEADS, dim=DIM, sinks=70)
-    by_keys = module(*inputs, is_causal=True, key_mask=mask)
-    by_both = module(*inputs, is_causal=True, query_mask=mask, key_mask=mask)
-    there = mask[:, None].expand(-1, HEADS, -1)
-    torch.testing.assert_close(by_keys[there], by_both[there])
-
-
-@pytest.mark.parametrize("case", [case for case, (kind, _, forms) in CASES.items() if False in forms])
-def test_masks_of_queries_and_of_keys_differ(case):
-    """Masking a query empties its row; the others change only where a mechanism averages or counts the queries."""
-    module, inputs = build(case), random_inputs(heads=HEADS, dim=DIM, sinks=12)
-    query_mask, key_mask = torch.ones(2, 12, dtype=torch.bool), torch.ones(2, 12, dtype=torch.bool)
-    query_mask[:, -3:] = key_mask[:, :4] = False
-    result = module(*inputs, query_mask=query_mask, key_mask=key_mask)
-    assert (result[:, :, -3:] == 0).all()
-    alone = module(*inputs, key_mask=key_mask)
-    same = torch.allclose(result[:, :, :-3], alone[:, :, :-3], rtol=1e-10)
-    assert same == (module.name != "nystromformer")
-    changed = [x.index_fill(2, torch.arange(4), 7.0) for x in inputs[1:]]
-    assert torch.equal(module(inputs[0], *changed, query_mask=query_mask, key_mask=key_mask), result)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("case", "is_causal"), FORMS)
-def test_low_precision_is_summed_in_float32(case, is_causal, dtype):
-    module = build(case).float()
-    inputs = random_inputs(heads=HEADS, dim=DIM, sinks=40, dtype=dtype)
-    result, exact = (module(*(x.to(d) for x in inputs), is_causal=is_causal) for d in (dtype, torch.float64))
-    assert result.dtype == dtype
-    assert exact.dtype == torch.float64
-    # inputs and parameters are the same: the result is off by its own rounding, and by what float32 sums lose
-    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_state_dict_round_trip(case):
-    is_causal = CASES[case][2][0]
-    inputs = random_inputs(heads=HEADS, dim=DIM)
-    module = build(case)
-    if hasattr(module, "redraw"):
-        module.redraw()
-    torch.manual_seed(1)
-    kind, defaults, _ = CASES[case]
-    other = kind(num_heads=HEADS, head_dim=DIM, max_length=LONGEST, **defaults).double()
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(module(*inputs, is_causal=is_causal), other(*inputs, is_causal=is_causal))
-    if hasattr(module, "redraw"):
-        module.redraw()
-        other.redraw()
-        assert torch.equal(module(*inputs, is_causal=is_causal), other(*inputs, is_causal=is_causal))
-
-
-@pytest.mark.parametrize("name", sorted({kind.name for kind, _, _ in CASES.values()}))
-def test_is_built_by_name(name):
-    module = baselines.build(name, num_heads=HEADS, head_dim=DIM, max_length=LONGEST)
-    assert module.name == name
-    inputs = random_inputs(heads=HEADS, dim=DIM, dtype=torch.float32)
-    assert module(*inputs, is_causal=name == "rfa-gate").isfinite().all()
 
 
 @pytest.mark.parametrize("case", ["linformer", "synthesizer", "synthesizer-dense", "cosformer"])
@@ -411,14 +230,14 @@ def test_bad_options():
 def test_linformer_with_the_identity_is_softmax():
     module, inputs = build("linformer", max_length=9, rank=9), random_inputs(heads=HEADS, dim=DIM)
     module.projection.data[:] = torch.eye(9)
-    assert relative_error(module(*inputs), dense_softmax(*inputs)) < 1e-12
+    assert relative_error(module(*inputs), softmax(*inputs)) < 1e-12
 
 
 @pytest.mark.parametrize("length", [9, 16])
 def test_nystromformer_with_all_landmarks_is_softmax(length):
     module = build("nystromformer, plain", landmarks=16, steps=40)
     inputs = random_inputs(heads=HEADS, dim=DIM, sinks=length)
-    assert relative_error(module(*inputs), dense_softmax(*inputs)) < 1e-6
+    assert relative_error(module(*inputs), softmax(*inputs)) < 1e-6
 
 
 def test_soft_with_all_landmarks_is_the_gaussian_kernel():
@@ -429,7 +248,7 @@ def test_soft_with_all_landmarks_is_the_gaussian_kernel():
     assert relative_error(module(q, k, v), kernel @ v) < 1e-6
 
 
-@pytest.mark.parametrize("is_causal", BOTH, ids=KINDS.values())
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("case", ["performer", "rfa"])
 def test_random_features_converge_to_softmax(case, is_causal):
     q, k, v = random_inputs(heads=HEADS, dim=DIM, sinks=20)
@@ -439,7 +258,7 @@ def test_random_features_converge_to_softmax(case, is_causal):
     errors = []
     torch.manual_seed(0)
     for features in (64, 1024, 16384):
-        module = CASES[case][0](num_heads=HEADS, head_dim=DIM, features=features).double()
+        module = baselines.build(case, num_heads=HEADS, head_dim=DIM, features=features).double()
         errors.append(relative_error(module(q, k, v, is_causal=is_causal), truth))
     # the error of an average falls as the root of its terms: by 4 each time
     assert errors[1] < errors[0] / 2
@@ -459,13 +278,16 @@ def test_many_hashes_of_yoso_find_the_token_itself():
 
 
 def test_yoso_of_like_tokens_has_a_gradient():
-    x = torch.ones(1, 1, 5, 4, requires_grad=True)
-    build("yoso").float()(x, x, x).sum().backward()
-    assert x.grad.isfinite().all()
+    """Where the arc cosine has none."""
+    module, (_, _, value) = build("yoso"), random_inputs(heads=HEADS, dim=DIM)
+    inputs = torch.ones_like(value), torch.ones_like(value), value
+    ours = with_gradients(module, inputs)
+    for result, truth in zip(ours, with_gradients(lambda *x: dense(module, x, False), inputs), strict=True):
+        torch.testing.assert_close(result, truth, rtol=1e-8, atol=1e-9)
 
 
 def test_a_gate_that_forgets_all_leaves_the_token_itself():
-    module, (q, k, v) = build("rfa-gate"), random_inputs(heads=HEADS, dim=DIM)
+    module, (q, k, v) = trained("rfa-gate"), random_inputs(heads=HEADS, dim=DIM)
     module.gate_weight.data.zero_()
     module.gate_bias.data.fill_(-40)
     assert relative_error(module(q, k, v, is_causal=True), v) < 1e-12
@@ -474,16 +296,14 @@ def test_a_gate_that_forgets_all_leaves_the_token_itself():
 # numbers that would overflow or vanish
 
 
-@pytest.mark.parametrize("is_causal", BOTH, ids=KINDS.values())
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_performer_with_large_inputs(is_causal):
     """Float32 cannot hold these features: the running maximum must."""
-    module = CASES["performer"][0](head_dim=DIM, features=32)
+    module = performer.PerformerAttention(head_dim=DIM, features=32)
     q, k, v = random_inputs(heads=HEADS, dim=DIM, sinks=100)
     k = k + torch.linspace(0, 30, 100)[:, None]  # features shrink by e⁻⁹⁰⁰ along the sequence
     exact = module(q, k, v, is_causal=is_causal)
     result = module(*(x.float() for x in (q, k, v)), is_causal=is_causal)
-    assert exact.isfinite().all()
-    assert result.isfinite().all()
     assert relative_error(result, exact) < 1e-3
     grow = module(*(x.float().flip(2) for x in (q, k, v)), is_causal=is_causal)
     assert relative_error(grow, module(*(x.flip(2) for x in (q, k, v)), is_causal=is_causal)) < 1e-3

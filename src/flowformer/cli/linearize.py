@@ -1,0 +1,126 @@
+"""The command that linearizes a pretrained model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .app import Json, app, command, console, errors
+
+
+@command(app, "linearize")
+def linearize(
+    model: Annotated[str, typer.Argument(help="A folder or name of transformers, or a GGUF file.")],
+    text: Annotated[list[Path], typer.Option(help="A file to learn from; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="The folder of the run; the model is saved in its folder model.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Of LinearizeConfig, such as window=64 keep_layers=[0,4]."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long to learn; default is until all tokens are read.")
+    ] = None,
+    evaluate: Annotated[
+        list[Path] | None, typer.Option("--eval", help="A file to compare teacher and student on after each stage.")
+    ] = None,
+    encoder: Annotated[bool, typer.Option("--encoder", help="Load an encoder of text, without a head.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of the folder.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Give a pretrained model Flow-Attention, and have it learn from what it was.
+
+    A file is one document for a decoder; for an encoder each of its lines is one. Ctrl-C leaves a checkpoint; the same
+    command with --resume goes on from it. For several GPUs run
+    [bold]accelerate launch -m flowformer.cli linearize …[/bold].
+    """
+    from ..linearize import LinearizeConfig
+    from ..linearize import linearize as exchange
+    from ..train.loop import Interrupted
+
+    config = LinearizeConfig.of([*(options or []), *([] if minutes is None else [f"minutes={minutes}"])])
+    loaded, tokenizer = _load(model, encoder)
+    student = exchange(loaded, tokenizer, config)
+    lines = not student.is_decoder
+    try:
+        with _progress(as_json) as report:
+            result = student.transfer(
+                _documents(text, lines),
+                config,
+                evaluate=_documents(evaluate, lines) if evaluate else None,
+                folder=out,
+                resume=resume,
+                report=report,
+            )
+    except Interrupted as stopped:
+        errors.print(f"{stopped} To go on: the same command with --resume.")
+        raise typer.Exit(130) from stopped
+    student.save_pretrained(out / "model")
+    if as_json:
+        print(json.dumps({"folder": str(out), "stages": [vars(stage) for stage in result.stages]}))
+        return
+    console.print(Markdown(str(result)))
+    console.print(f"The model is in {out / 'model'}, everything else in {out}.", soft_wrap=True)
+
+
+def _load(model: str, encoder: bool) -> tuple[Any, Any]:
+    """The model, on a GPU if there is one, and its tokenizer, None if there is none."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    place, options = model, {}
+    if model.endswith(".gguf"):
+        place, options = str(Path(model).parent), {"gguf_file": Path(model).name}
+    loaded: Any = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(place, **options)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model} has no tokenizer, which reading text needs: {error}") from error
+    return loaded.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _documents(files: list[Path], lines: bool) -> list[str]:
+    texts = [file.read_text() for file in files]
+    return [line for text in texts for line in text.splitlines() if line.strip()] if lines else texts
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """The `report` of a transfer: a bar in a terminal, a line for each stage elsewhere."""
+    from ..train.record import is_main
+
+    def line(record: dict[str, Any]) -> None:
+        if record["kind"] == "stage":
+            scores = ", ".join(f"{name} {value:.4f}" for name, value in record["scores"].items())
+            error = sum(record["errors"]) / len(record["errors"])
+            console.print(
+                f"{record['stage']}, update {record['step']}: error {error:.3f} {scores}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            console.file.flush()
+
+    if quiet or not is_main():
+        yield None
+        return
+    if not console.is_terminal:
+        yield line
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task("exchanged", total=1.0, note="")
+
+        def report(record: dict[str, Any]) -> None:
+            if record["kind"] == "train":
+                note = f"loss {record['loss']:.3f}, {record['tokens_per_second']:.0f} tokens/s"
+                bars.update(bar, description=record["stage"], completed=record["done"], note=note)
+            else:
+                line(record)
+
+        yield report

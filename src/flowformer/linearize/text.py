@@ -1,0 +1,146 @@
+"""Text as batches: documents packed into rows for decoders, sentences side by side for encoders.
+
+A batch is a function of its number alone, so that an interrupted run goes on with the next one.
+
+Shapes: B rows, N tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE = 100_000  # characters that are tokenised at once
+
+
+def tokenize(texts: Iterable[str | Tensor], tokenizer: Any) -> list[Tensor]:
+    """The tokens of each document, without special tokens; documents that are tensors of tokens stay as they are."""
+    documents = []
+    for text in texts:
+        if isinstance(text, Tensor):
+            if text.dim() != 1 or text.is_floating_point():
+                raise TypeError(
+                    f"a document of tokens is a 1-d tensor of integers, got {text.dtype} {tuple(text.shape)}."
+                )
+            documents.append(text.long())
+            continue
+        if not isinstance(text, str):
+            raise TypeError(f"a document is a string or a 1-d tensor of tokens, got {type(text).__name__}.")
+        if tokenizer is None:
+            raise ValueError(
+                "got text but no tokenizer, and none lies beside the model. Pass linearize(model, tokenizer), or "
+                "documents as 1-d tensors of tokens."
+            )
+        # a piece ends with a line where there is one: few tokens reach over its end
+        pieces = re.findall(rf"(?s).{{1,{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
+        found = tokenizer(pieces, add_special_tokens=False)["input_ids"] if pieces else []
+        documents.append(torch.tensor([token for piece in found for token in piece], dtype=torch.long))
+    return [document for document in documents if len(document)]
+
+
+def special_token(tokenizer: Any, config: Any, name: str) -> int | None:
+    """A token such as "eos", of the tokenizer or else of the config of the model."""
+    found = (getattr(owner, f"{name}_token_id", None) for owner in (tokenizer, config))
+    return next((token for token in found if isinstance(token, int)), None)
+
+
+class PackedRows:
+    """Rows of `length` tokens of documents one after another, with the positions of each token in its document.
+
+    Args:
+        end: the token between documents, or None.
+
+    >>> rows = PackedRows([torch.arange(5), torch.arange(10, 13)], length=4, end=None, seed=0)
+    >>> rows.tokens.tolist(), rows.positions.tolist()
+    ([[0, 1, 2, 3], [4, 10, 11, 12]], [[0, 1, 2, 3], [0, 0, 1, 2]])
+    """
+
+    def __init__(self, documents: list[Tensor], length: int, end: int | None, seed: int) -> None:
+        if end is not None:
+            documents = [torch.cat([document, torch.tensor([end])]) for document in documents]
+        total = sum(map(len, documents))
+        rows = total // length
+        if rows < 1:
+            raise ValueError(
+                f"the text has {total} tokens, but a row has {length}. Pass more text, or a shorter length."
+            )
+        stream = torch.cat(documents)[: rows * length].int()
+        starts = torch.zeros(total, dtype=torch.bool)
+        starts[torch.tensor([0, *map(len, documents[:-1])]).cumsum(0)] = True
+        starts = starts[: rows * length].view(rows, length)
+        starts[:, 0] = True
+        place = torch.arange(length).expand(rows, length)
+        self.tokens = stream.view(rows, length)
+        self.positions = (place - torch.where(starts, place, 0).cummax(-1).values).int()
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        """The rows of update `step` that are those of this rank."""
+        rows = self.rows(step, size)[rank::ranks]
+        return {"input_ids": self.tokens[rows].long(), "position_ids": self.positions[rows].long()}
+
+    def rows(self, step: int, size: int) -> Tensor:
+        """The numbers of the rows of an update: every epoch has an order of its own."""
+        return _rows(len(self), step, size, self.seed)
+
+
+class Sentences:
+    """Documents cut to `length` tokens, padded side by side, for encoders.
+
+    Args:
+        first, last: tokens around each document, such as [CLS] and [SEP], or None.
+    """
+
+    def __init__(
+        self, documents: list[Tensor], length: int, pad: int, first: int | None, last: int | None, seed: int
+    ) -> None:
+        around = [[] if token is None else [token] for token in (first, last)]
+        room = length - len(around[0]) - len(around[1])
+        if not documents or room < 1:
+            raise ValueError(f"got {len(documents)} documents for rows of {length} tokens; nothing to learn from.")
+        ends = [torch.tensor(tokens, dtype=torch.long) for tokens in around]
+        self.documents = [torch.cat([ends[0], document[:room], ends[1]]) for document in documents]
+        self.pad, self.seed = pad, seed
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        chosen = [self.documents[row] for row in _rows(len(self), step, size, self.seed)[rank::ranks].tolist()]
+        pad = torch.nn.utils.rnn.pad_sequence
+        tokens = pad(chosen, batch_first=True, padding_value=self.pad)
+        mask = pad([torch.ones_like(document) for document in chosen], batch_first=True)
+        return {"input_ids": tokens, "attention_mask": mask}
+
+
+class GivenBatches:
+    """Inputs of a model as they are, such as {"pixel_values": …}: one for each update, again and again."""
+
+    def __init__(self, batches: list[Mapping[str, Tensor]]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        inputs = self.batches[step % len(self)]
+        return {name: x[rank::ranks] for name, x in inputs.items()}
+
+
+Batches = PackedRows | Sentences | GivenBatches
+
+
+def _rows(count: int, step: int, size: int, seed: int) -> Tensor:
+    places = torch.arange(step * size, (step + 1) * size)
+    orders = {
+        epoch: torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        for epoch in range(int(places[0]) // count, int(places[-1]) // count + 1)
+    }
+    return torch.stack([orders[place // count][place % count] for place in places.tolist()])

@@ -1,0 +1,495 @@
+"""The two stages in which a student learns from its teacher, interrupted and resumed as needed.
+
+Teacher and student are one set of weights: the teacher is what they are with softmax and without the low-rank update.
+
+Shapes: B rows, N tokens, H heads, E values, V words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
+
+from .._utils import atomic_file, optional_import, write_atomically
+from ..integrations.transformers.attention import exchanged_attention, flow_attention_mask, tokens_of
+from ..integrations.transformers.heads import FlowHeads
+from ..integrations.transformers.served import is_flow, parts_of
+from ..integrations.transformers.softmax import softmax_attention
+from ..train.loop import Interrupted, stop_requests
+from ..train.optim import Optimiser, build_optimiser
+from ..train.record import RunLog
+from .config import LinearizeConfig
+from .evaluate import HeldOut, compare
+from .text import Batches, GivenBatches, PackedRows, Sentences, special_token, tokenize
+
+if TYPE_CHECKING:
+    from .student import Student
+
+Report = Callable[[dict[str, Any]], None]
+NAME = "flow_attention_transfer"
+CHECKPOINT, PAGE = "transfer.pt", "results.md"
+WARMUP = 0.02  # of a stage
+CLIP = 1.0  # the largest norm of a gradient in stage 2
+
+
+@dataclass
+class Stage:
+    """What a stage took and gave; the first, "exchanged", trains nothing."""
+
+    name: str
+    steps: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+    loss: float | None = None  # of the last updates
+    errors: list[float] = field(default_factory=list)  # of each attention, squared, relative to the variance
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TransferReport:
+    """The stages of a transfer, in order."""
+
+    stages: list[Stage]
+
+    def __str__(self) -> str:
+        return page(self)
+
+
+@dataclass
+class Progress:
+    """Where a transfer stands; part of every checkpoint."""
+
+    stage: str = "transfer"
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+
+def transfer(
+    student: Student,
+    texts: Iterable[str | Tensor | Mapping[str, Tensor]],
+    config: LinearizeConfig,
+    evaluate: Iterable[str | Tensor] | None,
+    folder: str | Path | None,
+    resume: bool,
+    report: Report | None,
+) -> TransferReport:
+    """See `Student.transfer`."""
+    student.exchange(config)
+    batches = make_batches(student, texts, config)
+    held_out = None if evaluate is None else HeldOut.of(student, evaluate, config)
+    run = _Run(student, config, batches, held_out, None if folder is None else Path(folder), report)
+    return run(resume)
+
+
+def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig) -> Batches:
+    """Documents as the model takes them, or batches as they are."""
+    if isinstance(texts, str | Tensor | Mapping):
+        raise TypeError(f"texts must be a list of documents, got one {type(texts).__name__}. Pass [text].")
+    texts = list(texts)
+    if texts and all(isinstance(text, Mapping) for text in texts):
+        return GivenBatches(texts)
+    documents = tokenize(texts, student.tokenizer)
+    if not documents:
+        raise ValueError("there is no text to learn from: no document has a token.")
+    largest, words = (
+        max(int(document.max()) for document in documents),
+        student.model.config.get_text_config().vocab_size,
+    )
+    if largest >= words:
+        raise ValueError(
+            f"a document has token {largest}, but the model knows {words}. Is the tokenizer another model's?"
+        )
+    special = partial(special_token, student.tokenizer, student.model.config)
+    if student.is_decoder:
+        return PackedRows(documents, config.length, special("eos"), config.seed)
+    around = (None, None) if student.tokenizer is None else (special("cls"), special("sep"))
+    return Sentences(documents, config.length, special("pad") or 0, *around, config.seed)
+
+
+def transfer_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The softmax attention of the teacher; the layer's heads learn its result from the same queries, keys and values.
+
+    Their gradient is taken here, so that the graph of one layer at a time is in memory.
+    """
+    tokens, softcap = tokens_of(module, query, key, attention_mask, is_causal, None, kwargs), kwargs.get("softcap")
+    taught = softmax_attention(query, key, value, tokens, scaling, softcap)
+    heads = getattr(module, "flow", None)
+    if isinstance(heads, FlowHeads):
+        query, key, value = query.detach(), key.detach(), value.detach()
+        with torch.set_grad_enabled(heads.learns):
+            learned = exchanged_attention(heads, query, key, value, tokens, scaling, softcap)
+            error = relative_error(learned, taught.detach(), tokens.mask)
+            if heads.learns:
+                error.backward()
+        heads.error = error.detach()
+    return taught.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, transfer_attention_forward)
+AttentionMaskInterface.register(NAME, flow_attention_mask)
+
+
+def relative_error(value: Tensor, truth: Tensor, mask: Tensor | None) -> Tensor:
+    """Σ (value − truth)² / Σ (truth − its mean over tokens)², for (B, H, N, E) with mask (B, N)."""
+    value, truth = (x.transpose(1, 2).flatten(2) for x in (value.float(), truth.float()))
+    value, truth = (x.flatten(0, 1) if mask is None else x[mask] for x in (value, truth))
+    spread = (truth - truth.mean(0)).square().sum()
+    return (value - truth).square().sum() / spread.clamp_min(torch.finfo(spread.dtype).tiny)
+
+
+@contextmanager
+def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+    """Run the layers with Flow-Attention by another attn_implementation."""
+    configs = [part.config for part in parts_of(model) if is_flow(part.config)]  # type: ignore[arg-type]
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+class Pair:
+    """Teacher and student, two ways to run one set of weights."""
+
+    def __init__(self, student: Student, config: LinearizeConfig) -> None:
+        self.student, self.model = student, student.model
+        self.adapter: Any = None
+        device = self.model.device
+        bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+        self.precision = lambda: torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
+        self.packs = student.takes("position_ids")
+        self.caches = student.takes("use_cache")
+
+    def _run(self, batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: x.to(self.model.device) for name, x in batch.items() if name != "position_ids" or self.packs}
+        if self.caches:
+            inputs["use_cache"] = False  # type: ignore[assignment]
+        with self.precision():
+            outputs = self.model(**inputs)
+        logits = getattr(outputs, "logits", None)
+        result: Tensor = outputs[0] if logits is None else logits
+        return result
+
+    @torch.no_grad()
+    def taught(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the teacher says: logits (B, N, V), or the last hidden states of a model without a head."""
+        without = nullcontext() if self.adapter is None else self.adapter.disable_adapter()
+        with attention_of(self.model, self.student.softmax), without:
+            return self._run(batch)
+
+    def learned(self, batch: dict[str, Tensor]) -> Tensor:
+        """What the student says."""
+        return self._run(batch)
+
+    def errors(self, batch: dict[str, Tensor], learns: bool) -> list[Tensor]:
+        """The error of each attention on the teacher's inputs; if it learns, its gradients are added."""
+        heads = self.student.heads
+        for each in heads:
+            each.learns = learns
+        with torch.no_grad(), attention_of(self.model, NAME):
+            self._run(batch)
+        return [each.error for each in heads]  # type: ignore[misc]
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """How far the student is from the teacher: KL per token, or the relative error of hidden states."""
+        taught, learned = self.taught(batch).float(), self.learned(batch).float()
+        mask = batch.get("attention_mask")
+        if mask is not None and taught.dim() == 3:
+            mask = mask.to(taught.device).bool()
+            taught, learned = taught[mask], learned[mask]
+        if getattr(self.model, "get_output_embeddings", lambda: None)() is not None:
+            words = taught.shape[-1]
+            taught, learned = (x.reshape(-1, words).log_softmax(-1) for x in (taught, learned))
+            return F.kl_div(learned, taught, reduction="batchmean", log_target=True)
+        width = taught.shape[-1]
+        taught, learned = taught.reshape(-1, width), learned.reshape(-1, width)
+        return (taught - learned).square().sum() / (taught - taught.mean(0)).square().sum()
+
+    def add_lora(self, rank: int, layers: str, seed: int = 0) -> None:
+        """Low-rank updates of linear layers, of those of attention or of all; they begin as nothing."""
+        peft = optional_import("peft", "hf")
+        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+        owners = self.student.layers if layers == "attention" else [self.model]
+        chosen = {id(m) for owner in owners for m in owner.modules() if isinstance(m, nn.Linear | Conv1D)} - {id(head)}
+        targets = [name for name, module in self.model.named_modules() if id(module) in chosen]
+        options = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # one factor is random: the same on all ranks, and after an interruption
+            self.adapter = peft.get_peft_model(self.model, options)
+
+    def merge(self) -> None:
+        if self.adapter is not None:
+            self.student.model = self.model = self.adapter.merge_and_unload()
+            self.adapter = None
+
+
+class _Run:
+    """A transfer: its stages, checkpoints and log."""
+
+    def __init__(
+        self,
+        student: Student,
+        config: LinearizeConfig,
+        batches: Batches,
+        held_out: HeldOut | None,
+        folder: Path | None,
+        report: Report | None,
+    ) -> None:
+        self.accelerator = Accelerator()
+        ranks = self.accelerator.num_processes
+        if ranks > 1:
+            student.model.to(self.accelerator.device)
+        if config.batch_size % ranks:
+            raise ValueError(f"a batch of {config.batch_size} rows cannot be shared by {ranks} processes.")
+        self.student, self.config, self.batches, self.held_out = student, config, batches, held_out
+        self.folder, self.report = folder, report or (lambda record: None)
+        self.progress = Progress()
+        self.pair = Pair(student, config)
+
+    def __call__(self, resume: bool) -> TransferReport:
+        saved = self._open(resume)
+        model = self.student.model.eval()
+        trainable = [parameter.requires_grad for parameter in model.parameters()]
+        weights = list(model.parameters())
+        try:
+            with stop_requests() as self.stopping:
+                if not self.progress.stages:
+                    self._finish(Stage("exchanged", errors=self._errors(0)))
+                if self.progress.stage == "transfer":
+                    self._train(self.config.transfer_lr, saved)
+                    saved = None
+                if self.config.lora_rank and self.config.lora_tokens:
+                    self.pair.add_lora(self.config.lora_rank, self.config.lora_layers, self.config.seed)
+                if self.progress.stage == "lora":
+                    self._train(self.config.lora_lr, saved)
+                elif saved is not None:  # of a transfer that had come to its end
+                    self._load(saved)
+            self.pair.merge()
+        finally:
+            if self.log is not None:
+                self.log.close()
+            for weight, before in zip(weights, trainable, strict=True):
+                weight.requires_grad_(before)
+        self.student.model.eval()
+        return TransferReport([Stage(**stage) for stage in self.progress.stages])
+
+    def _open(self, resume: bool) -> dict[str, Any] | None:
+        """Prepare the folder; the checkpoint to go on from, if there is one."""
+        self.log = None
+        if self.folder is None:
+            if resume:
+                raise ValueError("there is nothing to resume without a folder. Pass the folder of the transfer.")
+            return None
+        path, saved = self.folder / CHECKPOINT, None
+        if path.exists():
+            if not resume:
+                raise FileExistsError(f"{self.folder} holds another transfer. Resume it, or choose another folder.")
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            mine = self.config.to_dict() | {"minutes": None}
+            if saved["config"] | {"minutes": None} != mine:
+                differ = [name for name in mine if name != "minutes" and saved["config"].get(name) != mine[name]]
+                raise ValueError(f"{path} was written with another {', '.join(differ)}. Resume with the same config.")
+            self.progress = Progress(**saved["progress"])
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / "config.json", json.dumps(self.config.to_dict(), indent=2) + "\n")
+        self.accelerator.wait_for_everyone()
+        self.log = RunLog(self.folder, self._updates(), self.accelerator.is_main_process)
+        return saved
+
+    def _train(self, lr: float, saved: dict[str, Any] | None) -> None:
+        """Run the stage at hand to its end."""
+        progress, name = self.progress, self.progress.stage
+        learned = _learned_parameters(self.student.model, with_lora=name == "lora")
+        for parameter in self.student.model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in learned.values():
+            parameter.requires_grad_(True)
+        optimizer = build_optimiser(
+            nn.ParameterList(learned.values()), Optimiser(self.config.optimizer, lr), self.student.model.device
+        )
+        if saved is not None:
+            self._load(saved)
+            if saved["optimizer"] is not None:
+                optimizer.load_state_dict(saved["optimizer"])
+        self.student.trained = True
+        recent: deque[float] = deque(maxlen=20)
+        last_checkpoint = time.monotonic()
+        with self._checkpointing(name == "lora"):
+            while (done := self._done()) < 1:
+                began = time.monotonic()
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * min(1.0, (done + 1e-3) / WARMUP) * (1 + math.cos(math.pi * done)) / 2
+                optimizer.zero_grad()
+                loss, tokens = self._update(name, list(learned.values()))
+                optimizer.step()
+                recent.append(loss)
+                progress.step += 1
+                progress.tokens += tokens
+                progress.seconds += time.monotonic() - began
+                self._record(loss, tokens / (time.monotonic() - began))
+                if self.stopping():
+                    self._save(learned, optimizer)
+                    raise Interrupted(f"stopped at update {progress.step} of stage {name!r}.")
+                if time.monotonic() - last_checkpoint > 60 * self.config.checkpoint_minutes:
+                    self._save(learned, optimizer)
+                    last_checkpoint = time.monotonic()
+        mean = sum(recent) / len(recent) if recent else None
+        stage = Stage(name, progress.step, progress.tokens, progress.seconds / 60, mean, self._errors(progress.step))
+        self._finish(stage)
+        self.progress.stage, self.progress.step = ("lora", 0) if name == "transfer" else ("done", 0)
+        self.progress.tokens, self.progress.seconds = 0, 0.0
+        self._save(learned, None)
+
+    def _update(self, stage: str, parameters: list[nn.Parameter]) -> tuple[float, int]:
+        """The gradients of one update, the same on all ranks; its loss, and its tokens."""
+        batch = self._batch(self.progress.step)
+        if stage == "transfer":
+            loss = torch.stack(self.pair.errors(batch, learns=True)).mean()
+        else:
+            loss = self.pair.loss(batch)
+            loss.backward()
+        if self.accelerator.num_processes > 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
+            loss = self.accelerator.reduce(loss.detach(), "mean")
+        if stage == "lora":
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+        tokens = batch.get("attention_mask", batch.get("input_ids", next(iter(batch.values()))))
+        count = int(tokens.sum()) if "attention_mask" in batch else tokens.shape[0] * (tokens.shape[1:2] or (1,))[0]
+        return loss.item(), count * self.accelerator.num_processes
+
+    def _batch(self, step: int) -> dict[str, Tensor]:
+        ranks = self.accelerator.num_processes
+        return self.batches.batch(step, self.config.batch_size, self.accelerator.process_index, ranks)
+
+    def _done(self) -> float:
+        """How much of the stage is over, in tokens or in time; the same on all ranks."""
+        config, progress = self.config, self.progress
+        budgets = {"transfer": config.transfer_tokens, "lora": config.lora_tokens}
+        if not budgets[progress.stage]:
+            return 1.0
+        done = progress.tokens / budgets[progress.stage]
+        if config.minutes is not None:
+            seconds = 60 * config.minutes * budgets[progress.stage] / sum(budgets.values())
+            done = max(done, progress.seconds / seconds)
+        if self.accelerator.num_processes > 1:
+            done = self.accelerator.reduce(torch.tensor(done, device=self.accelerator.device), "mean").item()
+        return done
+
+    @contextmanager
+    def _checkpointing(self, wanted: bool) -> Iterator[None]:
+        """Keep no activations inside the layers, if the config says so; without dropout, which trains another model."""
+        if not wanted or not self.config.gradient_checkpointing:
+            yield
+            return
+        model = self.student.model
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            module.training = hasattr(module, "gradient_checkpointing")
+        try:
+            yield
+        finally:
+            model.gradient_checkpointing_disable()
+            model.eval()
+
+    def _errors(self, step: int) -> list[float]:
+        """The error of each attention on rows that come next."""
+        return [error.item() for error in self.pair.errors(self._batch(step), learns=False)]
+
+    def _finish(self, stage: Stage) -> None:
+        if self.held_out is not None:
+            stage.scores = compare(self.pair, self.held_out)
+        self.progress.stages.append(asdict(stage))
+        record = {"kind": "stage", "split": "valid", "stage": stage.name, "step": self._updates()}
+        self.report(record | {"loss": stage.loss, "scores": stage.scores, "errors": stage.errors})
+        if self.log is not None:
+            self.log.write(record | stage.scores)
+        if self.folder is not None and self.accelerator.is_main_process:
+            report = TransferReport([Stage(**each) for each in self.progress.stages])
+            write_atomically(self.folder / PAGE, page(report))
+
+    def _record(self, loss: float, speed: float) -> None:
+        record = {"kind": "train", "stage": self.progress.stage, "step": self._updates(), "loss": loss}
+        record |= {"tokens_per_second": speed, "done": self._done()}
+        self.report(record)
+        if self.log is not None:
+            self.log.write(record)
+
+    def _updates(self) -> int:
+        """Updates of all stages: the axis of the log."""
+        return sum(stage["steps"] for stage in self.progress.stages) + self.progress.step
+
+    def _save(self, learned: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+        """Write a checkpoint; all that a transfer changes is what it learns."""
+        if self.folder is None or not self.accelerator.is_main_process:
+            return
+        content = {
+            "config": self.config.to_dict(),
+            "progress": asdict(self.progress),
+            "learned": {name: parameter.detach().cpu() for name, parameter in learned.items()},
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+        }
+        with atomic_file(self.folder / CHECKPOINT, "wb") as file:
+            torch.save(content, file)
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Restore what was learned; stage 2 may begin with what stage 1 has saved."""
+        with torch.no_grad():
+            for name, parameter in self.student.model.named_parameters():
+                if name in saved["learned"]:
+                    parameter.copy_(saved["learned"][name])
+
+
+def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Parameter]:
+    """What a stage trains, by name: the heads of each attention, and in stage 2 the low-rank updates."""
+    heads = {id(p) for module in model.modules() if isinstance(module, FlowHeads) for p in module.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in heads or (with_lora and "lora_" in name)
+    }
+
+
+def page(report: TransferReport) -> str:
+    """The stages as a table in Markdown."""
+    names = list(dict.fromkeys(name for stage in report.stages for name in stage.scores))
+    lines = ["| stage | tokens | minutes | loss | error of attention | " + "".join(f"{name} | " for name in names)]
+    lines.append("| --- " * (5 + len(names)) + "|")
+    for stage in report.stages:
+        error = f"{sum(stage.errors) / len(stage.errors):.3f}" if stage.errors else ""
+        loss = "" if stage.loss is None else f"{stage.loss:.4f}"
+        scores = "".join(f" {stage.scores[name]:.4f} |" if name in stage.scores else "  |" for name in names)
+        lines.append(f"| {stage.name} | {stage.tokens} | {stage.minutes:.1f} | {loss} | {error} |{scores}")
+    return "\n".join(lines) + "\n"

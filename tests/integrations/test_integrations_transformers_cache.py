@@ -1,0 +1,219 @@
+"""FlowCache: generation of models that exist, with Flow-Attention and a state of constant size."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from flowformer.integrations.transformers import FlowCache, FlowCacheLayer
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+TEXT = TINY | {"vocab_size": 23, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "llama": transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
+    "smollm3": transformers.SmolLM3Config(**TEXT, num_key_value_heads=2),
+    "qwen2": transformers.Qwen2Config(**TEXT, num_key_value_heads=2),
+    "qwen3": transformers.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8),
+    "mistral": transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=64),
+    "gemma": transformers.GemmaConfig(**TEXT, num_key_value_heads=1, head_dim=8),
+    "gemma2": transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8, sliding_window=64),
+    "gpt2": transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
+    "phi": transformers.PhiConfig(**TEXT, partial_rotary_factor=0.5),
+    "gpt_neox": transformers.GPTNeoXConfig(**TEXT),
+    "olmo2": transformers.Olmo2Config(**TEXT),
+    "opt": transformers.OPTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, word_embed_proj_dim=16, vocab_size=23
+    ),
+}
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def decoder(name: str):
+    config = copy.deepcopy(MODELS[name])
+    model = randomized(AutoModelForCausalLM.from_config(config, attn_implementation="flow_attention"))
+    model.generation_config.eos_token_id = None  # so that all rows run to the end
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def both(model, options=(), recomputed_options=(), **inputs):
+    """Tokens and logits with the cache, and without."""
+    common = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    results = []
+    for each in ({**dict(options)}, {**dict(recomputed_options), "use_cache": False}):
+        torch.manual_seed(3)
+        out = model.generate(**inputs, **common, **each)
+        results.append(out)
+    cached, recomputed = results
+    assert all(isinstance(layer, FlowCacheLayer) for layer in cached.past_key_values.layers)
+    assert torch.equal(cached.sequences, recomputed.sequences)
+    assert_close(torch.stack(cached.logits), torch.stack(recomputed.logits))
+    return cached
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "left-padded"])
+def test_greedy_generation_equals_recomputation(name, padded):
+    inputs = {"attention_mask": LEFT} if padded else {}
+    both(decoder(name), {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS, **inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "left-padded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 5},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": False, "prefill_chunk_size": 3},
+        {"do_sample": False, "prefill_chunk_size": 3, "num_beams": 2, "num_return_sequences": 2},
+        {"do_sample": False, "cache_implementation": "static"},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_every_way_to_generate_equals_recomputation(name, padded, options):
+    inputs = {"attention_mask": LEFT} if padded else {}
+    recomputed = {k: v for k, v in options.items() if k not in ("prefill_chunk_size", "cache_implementation")}
+    both(decoder(name), options, recomputed, inputs=PROMPTS, **inputs)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["even", "left-padded", "right-padded"])
+def test_any_cut_of_a_sequence_gives_its_logits(name, mask):
+    model = decoder(name)
+    whole = model(PROMPTS, attention_mask=mask, use_cache=False).logits
+    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
+    for cuts in ([7], [1] * 7, [2, 1, 4]):
+        cache, start, parts = FlowCache(model.config), 0, []
+        for size in cuts:
+            seen = None if mask is None else mask[:, : start + size]
+            parts.append(model(PROMPTS[:, start : start + size], attention_mask=seen, past_key_values=cache).logits)
+            start += size
+        assert cache.get_seq_length() == 7
+        assert_close(torch.cat(parts, 1)[kept], whole[kept])
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    model = decoder("llama")
+    options = {"max_new_tokens": 4, "do_sample": False}
+    cache = FlowCache(model.config)
+    answer = model.generate(PROMPTS, past_key_values=cache, **options)
+    question = torch.cat([answer, PROMPTS.flip(1)], 1)
+    expected = model.generate(question, use_cache=False, **options)
+    assert torch.equal(model.generate(question, past_key_values=cache, **options), expected)
+
+
+def test_a_prefix_is_shared_by_copies_and_snapshots():
+    model = decoder("qwen3")
+    cache = FlowCache(model.config)
+    with torch.no_grad():
+        model(PROMPTS[:, :4], past_key_values=cache)
+        kept, other = cache.snapshot(), cache.copy()
+        expected = model(PROMPTS, use_cache=False).logits[:, 4:]
+        deep = copy.deepcopy(cache)
+        model(PROMPTS[:, :3], past_key_values=cache)  # another continuation
+        for each in (other, deep):
+            assert_close(model(PROMPTS[:, 4:], past_key_values=each).logits, expected)
+        for _ in range(2):
+            cache.restore(kept)
+            assert cache.get_seq_length() == 4
+            assert_close(model(PROMPTS[:, 4:], past_key_values=cache).logits, expected)
+    with pytest.raises(ValueError, match="1 layers"):
+        cache.restore(kept[:1])
+
+
+def test_memory_does_not_grow_with_the_text():
+    model = decoder("llama").float()
+
+    def numbers(tokens):
+        cache = FlowCache(model.config)
+        with torch.no_grad():
+            for part in torch.randint(3, 23, (2, tokens)).split(40, 1):
+                model(part, past_key_values=cache)
+        assert cache.get_seq_length() == tokens
+        held = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+        assert not held  # all there is lies in the state
+        return sum(part.numel() for layer in cache.layers for part in layer.state.pack())
+
+    assert numbers(5) == numbers(120)
+
+
+def test_the_layers_keep_no_cache_after_a_forward_pass():
+    model = decoder("gpt2")
+    model(PROMPTS, past_key_values=FlowCache(model.config))
+    assert all(getattr(module, "_flow_cache", None) is None for module in model.modules())
+
+
+def test_tokens_cannot_be_taken_back():
+    model = decoder("llama")
+    cache = FlowCache(model.config)
+    model(PROMPTS, past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="snapshot"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(PROMPTS[:1], assistant_model=decoder("llama"), max_new_tokens=3)
+
+
+def test_caches_of_keys_and_values_are_refused():
+    model = decoder("llama")
+    with pytest.raises(TypeError, match=r"FlowCache\(model.config\)"):
+        model(PROMPTS, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"sdpa|eager"):
+        FlowCache(AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"])).config)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=9)):
+        assert all(isinstance(layer, FlowCacheLayer) for layer in cache.layers)
+
+
+def test_other_models_keep_their_cache():
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"]))
+    assert not any(isinstance(layer, FlowCacheLayer) for layer in model(PROMPTS).past_key_values.layers)
+
+
+def test_a_window_that_the_text_outgrows_is_refused():
+    config = copy.deepcopy(MODELS["mistral"])
+    config.sliding_window = 9
+    model = randomized(AutoModelForCausalLM.from_config(config, attn_implementation="flow_attention"))
+    model.generate(PROMPTS, max_new_tokens=2, min_new_tokens=2)
+    with pytest.raises(NotImplementedError, match="window"):
+        model.generate(PROMPTS, max_new_tokens=5, min_new_tokens=5)
+
+
+def test_a_cache_of_packed_sequences_is_not_continued():
+    model = decoder("llama")
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    out = model(PROMPTS[:1], position_ids=positions, use_cache=True, **bounds)
+    assert_close(out.logits[:, 3:], model(PROMPTS[:1, 3:], use_cache=False).logits)
+    with pytest.raises(ValueError, match="packed"):
+        model(PROMPTS[:1], past_key_values=out.past_key_values)
+
+
+def test_a_cache_of_bidirectional_tokens_is_not_continued():
+    model = decoder("llama")
+    out = model(PROMPTS, is_causal=False)  # the model makes a cache by itself
+    assert_close(out.logits, model(PROMPTS, is_causal=False, use_cache=False).logits)
+    with pytest.raises(ValueError, match="bidirectional"):
+        model(PROMPTS, past_key_values=out.past_key_values)
+
+
+def test_training_through_a_cache_gives_the_gradients_of_one_pass():
+    model = decoder("llama").train()
+    whole = model(PROMPTS, use_cache=False).logits
+    expected = torch.autograd.grad(whole.square().sum(), list(model.parameters()))
+    cache = FlowCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in PROMPTS.split(3, 1)]
+    grads = torch.autograd.grad(torch.cat(parts, 1).square().sum(), list(model.parameters()))
+    for value, truth in zip(grads, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-7, atol=1e-7 * truth.abs().max().item())
