@@ -30,10 +30,14 @@ class LinearAttention(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         dtype = sum_dtype(query)
+        if query_mask is not None:
+            query = query.masked_fill(~query_mask[:, None, :, None], 0)  # NaN would spoil the gradients of the keys
+        padding = None if key_mask is None else ~key_mask[:, None, :, None]
+        if padding is not None:
+            key, value = key.masked_fill(padding, 0), value.masked_fill(padding, 0)
         q, k, v = F.elu(query.to(dtype)) + 1, F.elu(key.to(dtype)) + 1, value.to(dtype)
-        if key_mask is not None:
-            padding = ~key_mask[:, None, :, None]
-            k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        if padding is not None:
+            k = k.masked_fill(padding, 0)
         v = F.pad(v, (0, 1), value=1.0)  # the last column sums to the normaliser
         product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
         return (product[..., :-1] / (product[..., -1:] + self.eps)).to(query.dtype)

@@ -31,6 +31,8 @@ class SoftmaxAttention(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         dropout = self.weight_dropout if self.training else 0.0
+        if query_mask is not None:
+            query = query.masked_fill(~query_mask[:, None, :, None], 0)  # NaN would spoil the gradients of the keys
         if key_mask is None:
             return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal)
         seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
@@ -38,5 +40,5 @@ class SoftmaxAttention(Mechanism):
             seen = seen.tril()
         # a row that sees nothing would be NaN: let it see everything, then set it to 0
         empty = ~seen.any(-1, keepdim=True)
-        value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)
