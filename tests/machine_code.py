@@ -135,12 +135,17 @@ def _uniform_registers(line: str) -> tuple[set[int], set[int]]:
     return reads, writes
 
 
-def kernels(random: Random) -> tuple[str, bool, list[launch.Kernel]]:
-    """A call in words, whether it may use wgmma, and its kernels, forward and backward."""
+def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[launch.Kernel]]:
+    """A call in words, whether it may use wgmma, and its kernels, forward and backward.
+
+    Args:
+        width: of queries and values, instead of a random one.
+    """
     is_causal = random.random() < 0.6
     dtype = random.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
     dim = random.choice([random.randint(1, 256), 64, 128])
     value_dim = random.choice([dim, dim, random.randint(1, 256)])
+    dim, value_dim = (width, width) if width else (dim, value_dim)
     heads, key_heads = random.choice([(2, 2), (4, 2), (8, 1)])
     length, masked, packed = random.choice([100, 5000]), random.random() < 0.3, random.random() < 0.3
     variant = FlowVariant(
@@ -212,11 +217,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, help="of queries and values, instead of random ones")
     options = parser.parse_args()
     pretend_hopper()
     count = failed = 0
     for index in range(options.calls):
-        words, wgmma, described = kernels(Random(f"{options.seed}, {index}"))
+        words, wgmma, described = kernels(Random(f"{options.seed}, {index}"), options.width)
         for kernel in described:
             count += 1
             for fault in faults(kernel, wgmma):
