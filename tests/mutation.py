@@ -86,7 +86,7 @@ FAULTS = [
     fault("nn/positions.py", "angle = (positions + 2)[..., None]", "angle = (positions + 1)[..., None]",
           "nn/test_nn_transformer.py"),
     # models
-    fault("models/lm.py", "total / (targets != IGNORED).sum().clamp_min(1)", "total / len(targets)",
+    fault("models/lm.py", "total / scored.clamp_min(1)", "total / len(targets)",
           "models/test_models_lm.py"),
     fault("models/lm.py", "token = token.masked_fill(over, eos)", "token = token.clone()", "models/test_models_lm.py"),
     fault("models/classifier.py", "first = mask.int().argmax(1)", "first = mask.int().argmin(1)",
