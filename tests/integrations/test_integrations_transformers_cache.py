@@ -46,7 +46,7 @@ def decoder(name: str):
     return model
 
 
-def both(model, options=(), recomputed_options=(), **inputs):
+def assert_cache_changes_nothing(model, options=(), recomputed_options=(), **inputs):
     """Tokens and logits with the cache, and without."""
     common = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
     results = []
@@ -65,7 +65,7 @@ def both(model, options=(), recomputed_options=(), **inputs):
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "left-padded"])
 def test_greedy_generation_equals_recomputation(name, padded):
     inputs = {"attention_mask": LEFT} if padded else {}
-    both(decoder(name), {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS, **inputs)
+    assert_cache_changes_nothing(decoder(name), {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS, **inputs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -85,7 +85,7 @@ def test_greedy_generation_equals_recomputation(name, padded):
 def test_every_way_to_generate_equals_recomputation(name, padded, options):
     inputs = {"attention_mask": LEFT} if padded else {}
     recomputed = {k: v for k, v in options.items() if k not in ("prefill_chunk_size", "cache_implementation")}
-    both(decoder(name), options, recomputed, inputs=PROMPTS, **inputs)
+    assert_cache_changes_nothing(decoder(name), options, recomputed, inputs=PROMPTS, **inputs)
 
 
 @EVERY_MODEL

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import ROOT, assert_like_gradients, oracle
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowformer.models.classifier import PRESETS, ClassifierConfig, FlowformerClassifier, FlowformerPairClassifier
 
@@ -433,6 +434,17 @@ def test_packed_equals_padded(side, pooling, checkpointing):
         results.append([scores, *torch.autograd.grad(scores.square().sum(), list(model.parameters()))])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_lengths_that_cannot_be_read_are_padded():
+    """Under torch.func, and of tensors without data: on the meta device, and in a FakeTensorMode."""
+    model = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24)).eval()
+    tokens = _padded_batch("right")
+    each = torch.vmap(lambda row: model(row[None])[0])(tokens)
+    torch.testing.assert_close(each, model(tokens), rtol=1e-4, atol=1e-6)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(tokens)).shape == (4, 2)
+    assert model.to("meta")(tokens.to("meta")).shape == (4, 2)
 
 
 def test_what_cannot_be_packed_is_padded():

@@ -187,7 +187,7 @@ class SequenceEncoder(FlowModel):
             # its place; which token stands there does not matter
             tokens = F.pad(tokens, (1, 0))
             mask = mask if mask is None else F.pad(mask, (1, 0), value=True)
-        if mask is not None and self._may_pack:
+        if mask is not None and self._may_pack(mask):
             lengths = mask.sum(1)
             counts = lengths.tolist()
             # a sequence without tokens has none to pool
@@ -198,11 +198,14 @@ class SequenceEncoder(FlowModel):
             x = self._layer(layer, x, mask)
         return self._pool(self.norm(x), mask)
 
-    @property
-    def _may_pack(self) -> bool:
-        records = any(getattr(layer.attention, "_recorded", None) is not None for layer in self.layers)
-        fixed = records or torch.compiler.is_compiling() or not self.pack
-        return not fixed and is_flow(self.config.attention) and self.config.pooling != "mean"
+    def _may_pack(self, mask: Tensor) -> bool:
+        if not self.pack or not is_flow(self.config.attention) or self.config.pooling == "mean":
+            return False
+        if any(getattr(layer.attention, "_recorded", None) is not None for layer in self.layers):
+            return False
+        # the lengths have to be read, which tracing, torch.func and tensors without data do not allow
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        return not traced and not mask.is_meta and type(mask) is Tensor
 
     def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:
         """`encode` without the padding: the sequences lie one after another."""
