@@ -111,11 +111,12 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path):
     with pytest.raises(StopError):
         train(CONFIG, tmp_path, splits=SERIES, report=stop)
     newest = checkpoints.latest(tmp_path / "checkpoints")
-    whole = (newest / "model.safetensors").read_bytes()
-    (newest / "model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (weights,) = newest.glob("state/*.distcp")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(
         checkpoints.DamagedCheckpointError,
-        match=r"step-00000010 is damaged: model\.safetensors changed .* goes on from step-00000005, with the same",
+        match=r"step-00000010 is damaged: state/\S+\.distcp changed .* goes on from step-00000005, with the same",
     ):
         train(CONFIG, tmp_path, splits=SERIES, resume=True)
     (newest / "progress.json").write_text("{")

@@ -299,10 +299,27 @@ def parallel_runs():
     }
 
 
+def moved_runs():
+    """What one process begins and two end, or the other way round: names, configs with two processes, and data."""
+    runs = parallel_runs()
+    config, texts = runs["language"]
+    config = replace(config, steps=6, log_every=3, model=replace(config.model, dropout=0.0))
+    moved = {parallel: (replace(PARALLEL, parallel=parallel), SERIES) for parallel in ("ddp", "fsdp")}
+    return {**moved, "context": (replace(config, parallel="context"), texts)}
+
+
+def stop_at_4(config, folder, splits):
+    with pytest.raises(StopError):
+        train(replace(config, checkpoint_every=4), folder, splits=splits, report=stop_after(5))
+
+
 def in_two_processes(folder):
     for parallel in ("ddp", "fsdp"):
         for name, (config, splits) in parallel_runs().items():
             train(replace(config, parallel=parallel), folder / parallel / name, splits=splits)
+    for name, (config, splits) in moved_runs().items():
+        stop_at_4(config, folder / "2 to 1" / name, splits)
+        train(replace(config, checkpoint_every=4), folder / "1 to 2" / name, splits=splits, resume=True)
     train(DROPOUT, folder / "whole", splits=SERIES)
     with pytest.raises(StopError):
         train(DROPOUT, folder / "resumed", splits=SERIES, report=stop_after(4))
@@ -321,6 +338,8 @@ def test_two_processes_compute_what_one_does(tmp_path):
         f"import test_train_loop\ntest_train_loop.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
     )
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    for name, (config, splits) in moved_runs().items():
+        stop_at_4(replace(config, parallel="ddp"), tmp_path / "1 to 2" / name, splits)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launch, str(tmp_path / "program.py")], env=environment, timeout=240, capture_output=True, text=True
@@ -344,8 +363,19 @@ def test_two_processes_compute_what_one_does(tmp_path):
         for key, value in model.state_dict().items():
             torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5)
 
+    for name, (config, splits) in moved_runs().items():
+        config = replace(config, parallel="ddp", checkpoint_every=4)
+        train(config, tmp_path / "moved" / name, splits=splits)
+        train(config, tmp_path / "2 to 1" / name, splits=splits, resume=True)
+        for way in ("1 to 2", "2 to 1"):
+            folder = tmp_path / way / name
+            assert losses(folder) == pytest.approx(losses(tmp_path / "moved" / name), rel=1e-5), folder
+            record = json.loads((folder / "provenance.json").read_text())
+            processes = [record["processes"], record["resumed"][0]["processes"]]
+            assert way == "{} to {}".format(*processes)
+
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert len(list(whole.glob("checkpoints/step-*/pytorch_model_fsdp_0/*.distcp"))) == 4, "two shards, two checkpoints"
+    assert len(list(whole.glob("checkpoints/step-*/state/*.distcp"))) == 4, "two shards, two checkpoints"
     assert losses(resumed) == losses(whole)
     assert evaluations(resumed) == evaluations(whole)
 

@@ -1,4 +1,8 @@
-"""Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically."""
+"""Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically.
+
+Parameters and optimiser are written by torch.distributed.checkpoint, each rank its share, so that a run may go on with
+another number of processes, sharded otherwise or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,51 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-_PROGRESS = "progress.json"
+_PROGRESS, _STATE = "progress.json", "state"
 
 
 class DamagedCheckpointError(ValueError):
     """A file of a checkpoint changed after it was written; the message names it and says how to go on."""
 
 
-def save(accelerator: Accelerator, folder: Path, step: int, progress: dict[str, Any], keep: int) -> Path:
+def save(
+    accelerator: Accelerator,
+    objective: nn.Module,
+    optimiser: AcceleratedOptimizer,
+    folder: Path,
+    progress: dict[str, Any],
+    keep: int,
+) -> Path:
     """Write parameters, optimiser, scaler, random states and progress to folder/step-…; all ranks must call it."""
-    final = folder / f"step-{step:08d}"
+    final = folder / f"step-{progress['step']:08d}"
     aside = folder / f".{final.name}.part"
     if accelerator.is_main_process:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(aside))
-    (aside / f"random-{accelerator.process_index}.sha256").write_text(_random_digest())
+    with _quietly():
+        dcp.save(_state(objective, optimiser), checkpoint_id=aside / _STATE, no_dist=not dist.is_initialized())
+    rank = accelerator.process_index
+    # the scaler, which is the same on every rank, and random states
+    scaler = accelerator.scaler if accelerator.is_main_process else None
+    save_accelerator_state(str(aside), [], [], [], [], rank, progress["step"], scaler)
+    (aside / f"random-{rank}.sha256").write_text(_random_digest())
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         facts = {**progress, "processes": accelerator.num_processes, "files": _digests(aside)}
@@ -50,19 +76,48 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def restore(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Restore what `save` wrote, and return the progress."""
+def restore(
+    accelerator: Accelerator, objective: nn.Module, optimiser: AcceleratedOptimizer, checkpoint: Path, seed: int
+) -> dict[str, Any]:
+    """Restore what `save` wrote, and return the progress.
+
+    With another number of processes each gets new random numbers, drawn from the seed and the step.
+    """
     progress = _verified(checkpoint)
-    if progress.pop("processes") != accelerator.num_processes:
+    if not (checkpoint / _STATE).is_dir():
         raise ValueError(
-            f"{checkpoint} was not written by {accelerator.num_processes} processes. Resume with as many as before: "
-            "each has random numbers of its own."
+            f"{checkpoint} has no folder {_STATE!r}: an earlier version wrote it. Resume with that version, or train "
+            "in another folder."
         )
-    accelerator.load_state(str(checkpoint))
+    state = _state(objective, optimiser)
+    with _quietly():
+        dcp.load(state, checkpoint_id=checkpoint / _STATE, no_dist=not dist.is_initialized())
+    set_state_dict(
+        objective, optimiser.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimiser"]
+    )
+    rank = accelerator.process_index
+    load_accelerator_state(str(checkpoint), [], [], [], [], rank, accelerator.scaler)
+    if progress.pop("processes") != accelerator.num_processes:
+        digest = hashlib.sha256(f"{seed} {progress['step']}".encode()).digest()
+        set_seed(int.from_bytes(digest[:3], "big"), device_specific=True)
     # accelerate ignores random states that it cannot read; the run would then not be the same
-    if _random_digest() != (checkpoint / f"random-{accelerator.process_index}.sha256").read_text():
+    elif _random_digest() != (checkpoint / f"random-{rank}.sha256").read_text():
         raise RuntimeError(f"the random numbers of {checkpoint} could not be restored; resume with the same versions.")
     return progress
+
+
+def _state(objective: nn.Module, optimiser: AcceleratedOptimizer) -> dict[str, Any]:
+    """Parameters and optimiser, by names that do not depend on how they are wrapped."""
+    model, optimiser_state = get_state_dict(objective, optimiser.optimizer)
+    return {"model": model, "optimiser": optimiser_state}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that a single process saves for itself alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _verified(checkpoint: Path) -> dict[str, Any]:

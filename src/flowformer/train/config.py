@@ -25,7 +25,7 @@ _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
 
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
-Parallel = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "fsdp", "context"]
 Split = Literal["valid", "test"]
 Preset = Literal["recipe", "benchmark"]
 
@@ -59,7 +59,10 @@ class TrainConfig:
         episodes, final_episodes: to play at each evaluation and at the last, for tasks of reinforcement learning.
         label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
         precision: of the products; parameters are float32.
-        parallel: "ddp", the whole model on each rank, or "fsdp", a shard of it (FSDP2).
+        parallel: "ddp", the whole model on each rank; "fsdp", a shard of it (FSDP2); or "context", as "ddp" with each
+            sequence cut over the ranks. Results are the same, up to rounding and dropout.
+        context_parallel_size: how many ranks share each sequence, of language models with Flow-Attention. None is all
+            with parallel="context", else one. The other dimension of the ranks shares the batch.
         compile: whether torch.compile runs over the model.
         graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where launching
             kernels takes longer than running them. The model must not draw random numbers on the CPU. torch then
@@ -98,6 +101,7 @@ class TrainConfig:
     cutmix: float = 0.0
     precision: Precision = "float32"
     parallel: Parallel = "ddp"
+    context_parallel_size: int | None = None
     compile: bool = False
     graphs: bool = False
     on_device: bool = True
@@ -109,13 +113,20 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        optional = ("steps", "epochs", "eval_every", "eval_batch_size")
+        optional = ("steps", "epochs", "eval_every", "eval_batch_size", "context_parallel_size")
         required = ("batch_size", "accumulate", "repeats", "eval_epochs", "episodes", "final_episodes")
         given = [name for name in optional if getattr(self, name) is not None]
         for name in (*given, *required, "log_every", "checkpoint_every", "keep"):
             check_positive(**{name: getattr(self, name)})
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
+        cuts = self.parallel == "context" or (self.context_parallel_size or 1) > 1
+        if cuts and not (self.task == "language" and is_flow(self.model.attention)):
+            raise ValueError(
+                f"the sequences of task {self.task!r} with {self.model.attention} attention cannot be cut over ranks; "
+                "accepted: language models with Flow-Attention. Pass parallel=ddp or fsdp, without "
+                "context_parallel_size."
+            )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         if self.steps is not None:

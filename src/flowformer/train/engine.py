@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .config import TrainConfig
@@ -35,6 +38,41 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         for state in (AcceleratorState, PartialState):
             state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     return accelerator
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process has of a batch: some of its examples, and where sequences are cut, a part of each.
+
+    Args:
+        rank, size: of the processes that share the examples.
+        context: the processes that share each sequence; None is whole sequences.
+    """
+
+    rank: int
+    size: int
+    context: DeviceMesh | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this process counts its examples: of those that share sequences, the first does."""
+        return self.context is None or self.context.get_local_rank() == 0
+
+
+def build_share(config: TrainConfig, accelerator: Accelerator) -> Share:
+    """Processes that share a sequence follow one another, so that on several machines they are neighbours."""
+    processes = accelerator.num_processes
+    size = config.context_parallel_size or (processes if config.parallel == "context" else 1)
+    if processes % size:
+        raise ValueError(
+            f"context_parallel_size={size} needs a multiple of {size} processes, got {processes}. Start as many with "
+            f"torchrun --nproc-per-node {size} -m flowformer.cli train, or leave context_parallel_size out."
+        )
+    if size == 1:
+        return Share(accelerator.process_index, processes)
+    names = ("data", "context")
+    mesh = dist.init_device_mesh(accelerator.device.type, (processes // size, size), mesh_dim_names=names)
+    return Share(mesh.get_local_rank("data"), processes // size, mesh["context"])
 
 
 def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:

@@ -15,6 +15,7 @@ from ..data import Splits
 from . import resident, tasks
 from .batches import load_batches
 from .config import TrainConfig
+from .engine import Share
 
 
 def dataset_size(dataset: Dataset) -> int:
@@ -27,22 +28,27 @@ def padded_length(config: TrainConfig, splits: Splits) -> int | None:
 
 
 def evaluate(
-    accelerator: Accelerator, objective: nn.Module, dataset: Dataset, config: TrainConfig, length: int | None
+    accelerator: Accelerator,
+    objective: nn.Module,
+    dataset: Dataset,
+    config: TrainConfig,
+    length: int | None,
+    share: Share,
 ) -> dict[str, float]:
     """The metrics of a model on a whole dataset, each example counted once on however many ranks.
 
     Args:
         length: see `padded_length`.
+        share: which examples this rank evaluates.
     """
     task = tasks.get(config.task)
     metrics = {name: metric.to(accelerator.device) for name, metric in task.metrics(config).items()}
     size = config.eval_batch_size or config.batch_size
-    rank, world_size = accelerator.process_index, accelerator.num_processes
     batches = [
         range(first, min(first + size, dataset_size(dataset))) for first in range(0, dataset_size(dataset), size)
     ]
     # a sharded model needs every rank in each forward pass: one without examples of its own repeats one, uncounted
-    shares = [list(batch[rank::world_size]) or [batch[0]] for batch in batches]
+    shares = [list(batch[share.rank :: share.size]) or [batch[0]] for batch in batches]
     if resident.applies(dataset, config, accelerator.device):
         loader = resident.batches(dataset, enumerate(shares), length, accelerator.device)
     else:
@@ -54,7 +60,7 @@ def evaluate(
         for whole, batch in zip(batches, loader, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             predicted = objective(batch)
-            if rank < len(whole):
+            if share.rank < len(whole) and share.counts:
                 task.update(metrics, predicted, batch)
     objective.train(was_training)
     return {name: float(metric.compute()) for name, metric in metrics.items()}

@@ -27,13 +27,14 @@ from . import checkpoints, claims, resident, tasks
 from .batches import MicroBatches, SeededItems, load_batches, steps_per_epoch
 from .config import TrainConfig, to_dict
 from .config import load as load_config
-from .engine import build_accelerator, check_graphs
+from .engine import build_accelerator, build_share, check_graphs
 from .evaluation import dataset_size, evaluate, padded_length
 from .graphs import GraphedUpdates, fix_shapes
 from .optim import build_optimiser
 from .record import RunLog, is_main, peak_memory, provenance, write_provenance
 
 CONFIG, RESULT = "config.json", "result.json"
+LAYOUT = ("parallel", "context_parallel_size")  # a run may go on with another
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -108,11 +109,12 @@ class Trainer:
         self.config = config = self.task.fitted(config, self.splits.info)
         self.steps_per_epoch = steps_per_epoch(dataset_size(self.splits.train), config)
         self.steps = config.total_steps(self.steps_per_epoch)
-        micro_batches = config.accumulate * self.accelerator.num_processes
+        self.share = build_share(config, self.accelerator)
+        micro_batches = config.accumulate * self.share.size
         if config.batch_size % micro_batches:
             raise ValueError(
                 f"batch_size {config.batch_size} cannot be split into {config.accumulate} micro-batches for each of "
-                f"{self.accelerator.num_processes} processes; pass a multiple of {micro_batches}."
+                f"{self.share.size} shares of the processes; pass a multiple of {micro_batches}."
             )
         if config.select_on == "valid" and self.splits.valid is None:
             raise ValueError(
@@ -126,7 +128,7 @@ class Trainer:
         found = checkpoints.latest(folder / "checkpoints")
         self._check_folder(resume, found)
         set_seed(config.seed)
-        objective = tasks.Objective(self.task.build(config), self.task, config)
+        objective = tasks.Objective(self.task.build(config), self.task, config, self.share.context)
         if config.graphs:
             fix_shapes(objective)
         optimiser = build_optimiser(objective, config.optimiser, self.accelerator.device, capturable=config.graphs)
@@ -137,16 +139,18 @@ class Trainer:
         set_seed(config.seed, device_specific=True)
         self.progress = Progress()
         if found is not None:
-            self.progress = Progress(**checkpoints.restore(self.accelerator, found))
+            restored = checkpoints.restore(self.accelerator, self.objective, self.optimiser, found, config.seed)
+            self.progress = Progress(**restored)
         self._prepare_folder(resumed=found is not None)
         self.log = RunLog(folder, self.progress.step, self.accelerator.is_main_process)
 
     def run(self) -> dict[str, Any]:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
-        # accumulated on the device, and read only when they are logged
-        self._loss = torch.tensor(progress.loss, device=self._device)
-        self._tokens = torch.tensor(progress.tokens, device=self._device)
+        # accumulated on the device, and read only when they are logged; rank 0 goes on with what a checkpoint has
+        main = self.accelerator.is_main_process
+        self._loss = torch.tensor(progress.loss if main else 0.0, device=self._device)
+        self._tokens = torch.tensor(progress.tokens if main else 0, device=self._device)
         if config.graphs:
             self._rate = torch.tensor(config.optimiser.lr, device=self._device)
             for group in self.optimiser.param_groups:
@@ -200,17 +204,17 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         count = torch.stack([self.task.count(batch) for batch in micro_batches]).sum()
         if accelerator.num_processes > 1:
-            count = accelerator.reduce(count)
+            count = accelerator.reduce(count * self.share.counts)
         count = count.clamp_min(1)
         for i, batch in enumerate(micro_batches):
-            self._tokens += self.task.tokens(batch)
+            self._tokens += self.task.tokens(batch) * self.share.counts
             last = i == len(micro_batches) - 1
             with nullcontext() if last else accelerator.no_sync(self.objective):
                 with accelerator.autocast():
                     loss = self.objective(batch) / count
                 # DDP averages over ranks; multiply by the world size to get the sum
                 accelerator.backward(loss * accelerator.num_processes)
-            self._loss += loss.detach()
+            self._loss += loss.detach() * self.share.counts
         if config.optimiser.clip is not None:
             accelerator.clip_grad_norm_(self.objective.parameters(), config.optimiser.clip)
         # Bypass accelerate's wrapper unless fp16 needs its GradScaler: it probes for optional imports on every step
@@ -256,7 +260,7 @@ class Trainer:
         if scores is None:
             dataset = getattr(self.splits, split)
             length = padded_length(self.config, self.splits)
-            scores = evaluate(self.accelerator, self.objective, dataset, self.config, length)
+            scores = evaluate(self.accelerator, self.objective, dataset, self.config, length, self.share)
         epoch = round(self.progress.step / self.steps_per_epoch, 4)
         record = {"kind": "eval", "split": split, "step": self.progress.step, "epoch": epoch, **labels, **scores}
         self.log.write(record)
@@ -296,12 +300,11 @@ class Trainer:
         return result
 
     def _save(self) -> None:
-        # every rank resumes with the mean over ranks, whose sum is the same
         sums = torch.stack([self._loss, self._tokens.to(self._loss)])
-        loss, tokens = (self.accelerator.reduce(sums) / self.accelerator.num_processes).tolist()
+        loss, tokens = self.accelerator.reduce(sums).tolist()
         self.progress.loss, self.progress.tokens = loss, round(tokens)
-        folder = self.folder / "checkpoints"
-        checkpoints.save(self.accelerator, folder, self.progress.step, asdict(self.progress), self.config.keep)
+        folder, progress = self.folder / "checkpoints", asdict(self.progress)
+        checkpoints.save(self.accelerator, self.objective, self.optimiser, folder, progress, self.config.keep)
 
     def _write_model(self, name: str) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -335,9 +338,8 @@ class Trainer:
 
     def batches(self, start: int) -> Iterator[tasks.Batch]:
         """The micro-batches of this rank, starting at step `start`."""
-        accelerator, dataset, config = self.accelerator, self.splits.train, self.config
-        rank, world_size = accelerator.process_index, accelerator.num_processes
-        order = MicroBatches(dataset_size(dataset), config, start, self.steps, rank, world_size)
+        dataset, config = self.splits.train, self.config
+        order = MicroBatches(dataset_size(dataset), config, start, self.steps, self.share.rank, self.share.size)
         length = padded_length(config, self.splits)
         if resident.applies(dataset, config, self._device):
             return resident.batches(dataset, order, length, self._device)
@@ -359,7 +361,7 @@ class Trainer:
             raise FileExistsError(f"{self.folder} has a run already. Resume it, or choose another folder.")
         saved = to_dict(load_config(self.folder / CONFIG))
         asked = to_dict(self.config)
-        different = [key for key in asked if asked[key] != saved.get(key)]
+        different = [key for key in asked if asked[key] != saved.get(key) and key not in LAYOUT]
         if different:
             raise ValueError(
                 f"{self.folder} has a run of another config: {', '.join(different)} differ. Resume it with the config "

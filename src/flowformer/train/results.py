@@ -19,6 +19,7 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
+from .engine import Share
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
@@ -76,6 +77,7 @@ _SAME_EXPERIMENT = (
     "seed",
     "workers",
     "parallel",
+    "context_parallel_size",
     "on_device",
     "log_every",
     "checkpoint_every",
@@ -242,8 +244,11 @@ def evaluate_run(
     accelerator = Accelerator()
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
+    share = Share(accelerator.process_index, accelerator.num_processes)
     return (
-        evaluate(accelerator, objective, dataset, config, padded_length(config, splits)) if played is None else played
+        evaluate(accelerator, objective, dataset, config, padded_length(config, splits), share)
+        if played is None
+        else played
     )
 
 

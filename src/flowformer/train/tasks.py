@@ -9,11 +9,12 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -89,6 +90,10 @@ class Task:
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
         """The sum of the losses of a batch."""
+        raise NotImplementedError
+
+    def part(self, batch: Batch, rank: int, size: int) -> Batch:
+        """The tokens of a rank, of a batch whose sequences are cut over so many."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any] | None:
@@ -175,6 +180,13 @@ class LanguageModelling(Task):
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
         return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
+
+    def part(self, batch: Batch, rank: int, size: int) -> Batch:
+        length = batch["tokens"].shape[1] - 1
+        start, stop = length * rank // size, length * (rank + 1) // size
+        # the target of the last token is the first token of the next rank
+        part = {key: batch[key][:, start : stop + 1] for key in ("tokens", "mask") if key in batch}
+        return part | {key: batch[key] - start for key in ("context",) if key in batch}
 
     def metrics(self, config: TrainConfig) -> dict[str, Metric]:
         return {"loss": _Mean(), "bits": _Mean(), "perplexity": _Perplexity()}
@@ -311,16 +323,25 @@ def get(name: str) -> Task:
 
 
 class Objective(nn.Module):
-    """A model and its loss as one module, so that DDP, FSDP and torch.compile see a single forward."""
+    """A model and its loss as one module, so that DDP, FSDP and torch.compile see a single forward.
 
-    def __init__(self, model: FlowModel, task: Task, config: TrainConfig) -> None:
+    Args:
+        context: the ranks over which the sequences of a batch are cut. All of them are passed the whole batch and
+            return its loss, with the gradient of their part.
+    """
+
+    def __init__(self, model: FlowModel, task: Task, config: TrainConfig, context: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.model, self.task, self.config = model, task, config
+        self.model, self.task, self.config, self.context = model, task, config, context
+        if context is not None:
+            cast(FlowformerLM, model).cut_sequences(context)
         # accelerate wraps modules of these classes as FSDP units
         self._no_split_modules = sorted({type(part).__name__ for part in model.modules() if isinstance(part, _LAYERS)})
 
     def forward(self, batch: Batch) -> Tensor:
         """In training the sum of the losses, else what the metrics need."""
+        if self.context is not None:
+            batch = self.task.part(batch, self.context.get_local_rank(), self.context.size())
         if self.training:
             return self.task.loss(self.model, batch, self.config)
         return self.task.predict(self.model, batch)
