@@ -5,17 +5,16 @@ Four processes run every case in one start, since starting them takes longer tha
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import ROOT, VARIANTS, oracle, random_inputs, with_gradients
+from processes import run_ranks
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from flowformer import (
@@ -28,7 +27,13 @@ from flowformer import (
 )
 from flowformer.bench.context import predicted_bytes
 from flowformer.bench.errors import FORWARD, GRADIENT, measure
+from flowformer.data import DataInfo, Splits
+from flowformer.data.splits import Columns
 from flowformer.models.lm import FlowformerLM, LMConfig
+from flowformer.ops.context import exchange
+from flowformer.train.config import Optimiser, TrainConfig
+from flowformer.train.loop import train
+from flowformer.train.record import read_log
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -84,8 +89,6 @@ class Case(NamedTuple):
 
     def run(self, rank, group):
         """The result and the gradients, of this rank's tokens."""
-        from flowformer.ops.context import exchange
-
         exchange.GATHERED_BYTES = self.gathered_bytes
         sinks, sources = self.parts(rank)
         query_mask, key_mask = self.masks()
@@ -208,11 +211,14 @@ def trained(rank=None, group=None):
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def tiny_language_model():
+    return LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
+
+
 def trained_language_model(rank=None, group=None):
     """Losses and weights likewise; a target may lie on the next rank, or on one after it."""
     torch.manual_seed(0)
-    config = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
-    model = FlowformerLM(config).double()
+    model = FlowformerLM(tiny_language_model()).double()
     model.cut_sequences(group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     part = slice(None) if rank is None else slice(*(0, 4, 4, 9, 16)[rank : rank + 2])
@@ -234,8 +240,7 @@ def sharded(mesh=None):
     """Weights after three updates: parameters in shards over all ranks, the batch over one half of the mesh, the
     sequences over the other."""
     torch.manual_seed(0)
-    config = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
-    model = FlowformerLM(config).double()
+    model = FlowformerLM(tiny_language_model()).double()
     rows = part = slice(None)
     if mesh is not None:
         data, context = mesh.get_coordinate()
@@ -254,6 +259,37 @@ def sharded(mesh=None):
         (loss if mesh is None else loss * RANKS).backward()
         optimizer.step()
     return [x.detach() if mesh is None else x.full_tensor().detach() for x in model.parameters()]
+
+
+def recipe(**changes):
+    """Ten updates of a recipe with eight texts of unequal lengths; the first tokens of a test text are context."""
+    random = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 11, (n,), generator=random) for n in (9, 13, 7, 13, 3, 13, 13, 2)]
+    given = Columns(tokens=texts, context=torch.tensor([3, 0, 2, 5, 0, 9, 1, 1]))
+    splits = Splits(Columns(tokens=texts), None, given, DataInfo("texts", "0", vocab_size=11))
+    options = {"steps": 10, "batch_size": 4, "log_every": 1, "eval_every": 10, "select_on": "test"}
+    config = TrainConfig(
+        "texts", "language", "texts", tiny_language_model(), Optimiser(lr=2e-2, clip=1.0), **options, **changes
+    )
+    return config, splits
+
+
+RECIPES = {
+    "context": {"parallel": "context"},
+    "ddp, 2 by 2": {"parallel": "ddp", "context_parallel_size": 2},
+    "fsdp, 2 by 2": {"parallel": "fsdp", "context_parallel_size": 2},
+    "fsdp, 2 by 2, accumulated": {"parallel": "fsdp", "context_parallel_size": 2, "accumulate": 2},
+}
+
+
+def run_recipes(folder):
+    for name, changes in RECIPES.items():
+        config, splits = recipe(**changes)
+        train(config, f"{folder}/{name}", splits=splits)
+    try:
+        train(recipe(context_parallel_size=3)[0], f"{folder}/three", splits=splits)
+    except ValueError as error:
+        return str(error)
 
 
 def rotary(rank=None, group=None):
@@ -305,8 +341,6 @@ def misuses(world, mesh):
 
 def bytes_sent(group):
     """Of one layer, forward and backward, with 4 and with 40 tokens a rank."""
-    from flowformer.ops.context import exchange
-
     exchange.GATHERED_BYTES = 2**15
     for is_causal in KINDS.values():
         for length in (4, 40):
@@ -317,10 +351,6 @@ def bytes_sent(group):
 
 
 def work(rank, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     world, pair = dist.group.WORLD, mesh["context"]
     found = {}
@@ -342,21 +372,20 @@ def work(rank, folder):
     found["bytes"] = list(bytes_sent(world))
     found["disagreements"] = dict(disagreements(rank, world))
     found["misuses"] = dict(misuses(world, mesh))
+    found["three"] = run_recipes(folder)
     dist.barrier()
     if rank < RANKS - 1:
         # the last rank has ended
         found["dead"] = refusal(world, torch.randn(1, 1, 2, 3))
     torch.save(found, f"{folder}/{rank}")
-    # a thread of gloo that has not ended yet would abort a process that tidies up
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each rank has found."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / str(rank)) for rank in range(RANKS)]
+    run_ranks(work, RANKS, folder)
+    return [{"folder": folder, **torch.load(folder / str(rank))} for rank in range(RANKS)]
 
 
 def assert_same(ours, truth, names=NAMES, tolerance=1e-12):
@@ -445,6 +474,31 @@ def test_sharded_parameters_and_cut_sequences_equal_one_process(found):
     truth = sharded()
     for rank in range(RANKS):
         assert_same(found[rank]["sharded"], truth, ["weight"] * len(truth), 1e-10)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    config, splits = recipe()
+    train(config, folder, splits=splits)
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_on_cut_sequences_equals_one_process(found, one_process, name):
+    folder = found[0]["folder"] / name
+    for ours, truth in zip(read_log(folder), read_log(one_process), strict=True):
+        assert ours["loss"] == pytest.approx(truth["loss"], rel=1e-5)
+        if ours["kind"] == "train":
+            rate = truth["tokens_per_second"] / truth["steps_per_second"]
+            assert ours["tokens_per_second"] / ours["steps_per_second"] == pytest.approx(rate), "each token counts once"
+    ours, truth = (FlowformerLM.from_pretrained(each / "final").state_dict() for each in (folder, one_process))
+    for key, value in truth.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-5)
+
+
+def test_recipe_needs_as_many_processes_as_share_a_sequence(found):
+    assert "context_parallel_size=3 needs a multiple of 3 processes, got 4" in found[0]["three"]
 
 
 def test_rotary_positions_go_on_from_rank_to_rank(found):
