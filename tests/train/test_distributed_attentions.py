@@ -1,70 +1,121 @@
-"""Every attention trains in two processes: DDP finds a gradient for each parameter, that of the whole batch."""
+"""Every attention and every model trains in two processes: DDP and FSDP2 give each parameter the gradient of one."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
+from tiny_training import CONFIG, SERIES, random_cases
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flowformer import baselines
+from flowformer import baselines, data
+from flowformer.models import DeiTConfig
 from flowformer.nn import FlowDecoderLayer, FlowEncoderLayer
 from flowformer.ops.variant import ABLATIONS
+from flowformer.train import tasks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-NAMES = ["flow", *ABLATIONS, *baselines.names()]
+ATTENTIONS = ["flow", *ABLATIONS, *baselines.names()]
+MODELS = [*tasks.TASKS, "deit"]
+WRAPPERS = ["ddp", "fsdp"]
 STEPS = 2  # the first step without all gradients is noticed at the second
 
 
-def batch(step):
-    return torch.randn(4, 10, 16, generator=torch.Generator().manual_seed(step))
-
-
-def gradients(name, wrap, rows):
-    """Those of the last of a few steps, with the weights of one seed."""
+def attention(name):
+    """A layer with the attention, and the loss of a share of a batch."""
     torch.manual_seed(0)
     kind = FlowEncoderLayer if name not in baselines.names() or baselines.get(name).bidirectional else FlowDecoderLayer
-    model = kind(16, 2, 32, attention=name, dropout=0.0, max_length=10)
-    wrapped = wrap(model)
+    layer = kind(16, 2, 32, attention=name, dropout=0.0, max_length=10)
+
+    def loss(wrapped, step, rows):
+        batch = torch.randn(4, 10, 16, generator=torch.Generator().manual_seed(step))
+        return wrapped(batch[rows]).square().sum()
+
+    return layer, loss
+
+
+def model(name):
+    """The model of a task and its loss, likewise."""
+    torch.manual_seed(0)
+    task = "images" if name == "deit" else name
+    cases, config = (SERIES.train, CONFIG.model) if task == "series" else random_cases(task)[:2]
+    if name == "deit":
+        config = DeiTConfig(16, 8, 3, 2, embed_dim=16, depth=2, num_heads=2)
+    config = replace(config, dropout=0.0, **{"drop_path": 0.0} if task == "images" else {})
+    training = replace(CONFIG, task=task, model=config)
+    objective = tasks.Objective(tasks.get(task).build(training), tasks.get(task), training)
+
+    def loss(wrapped, step, rows):
+        return wrapped(data.collate([cases[i] for i in range(4 * step, 4 * step + 4)[rows]]))
+
+    return objective, loss
+
+
+def gradients(built, wrap, rows):
+    """Those of the last of a few steps, with the weights of one seed."""
+    module, loss = built
+    wrapped = wrap(module)
     for step in range(STEPS):
-        model.zero_grad()
-        wrapped(batch(step)[rows]).square().mean().backward()
-    return {parameter: tensor.grad for parameter, tensor in model.named_parameters()}
+        module.zero_grad()
+        loss(wrapped, step, rows).backward()
+    return {name: tensor.grad for name, tensor in module.named_parameters()}
 
 
-def work(rank, store, results):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    found = {}
-    for name in NAMES:
-        try:
-            found[name] = gradients(name, DistributedDataParallel, slice(2 * rank, 2 * rank + 2))
-        except RuntimeError as error:
-            found[name] = str(error)
+def shard(module):
+    """Layers in shards of their own, as accelerate wraps them."""
+    for part in module.modules():
+        if part is not module and isinstance(part, tasks._LAYERS):
+            fully_shard(part)
+    return fully_shard(module)
+
+
+def work(rank, folder):
+    wrappers, found = {"ddp": DistributedDataParallel, "fsdp": shard}, {}
+    for build, names in ((attention, ATTENTIONS), (model, MODELS)):
+        for name in names:
+            for wrapper, wrap in wrappers.items():
+                try:
+                    grads = gradients(build(name), wrap, slice(2 * rank, 2 * rank + 2))
+                except RuntimeError as error:
+                    found[build.__name__, name, wrapper] = str(error)
+                    continue
+                whole = {key: grad.full_tensor() if wrapper == "fsdp" else grad for key, grad in grads.items()}
+                found[build.__name__, name, wrapper] = whole
     if rank == 0:
-        torch.save(found, results)
+        torch.save(found, f"{folder}/found")
     dist.barrier()
-    dist.destroy_process_group()
-    # a thread of gloo that has not ended yet would abort a process that tidies up
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (str(folder / "store"), str(folder / "results")), nprocs=2)
-    return torch.load(folder / "results")
+    run_ranks(work, 2, folder)
+    return torch.load(folder / "found")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_have_the_gradients_of_one(found, name):
-    assert not isinstance(found[name], str), found[name]
-    whole = gradients(name, lambda model: model, slice(None))
-    assert whole.keys() == found[name].keys()
-    for parameter, truth in whole.items():
-        torch.testing.assert_close(
-            found[name][parameter], truth, rtol=1e-4, atol=1e-6, msg=lambda m, p=parameter: p + m
-        )
+def check(found, build, name):
+    whole = gradients(build(name), lambda module: module, slice(None))
+    assert all(gradient is not None for gradient in whole.values())
+    for wrapper in WRAPPERS:
+        ours = found[build.__name__, name, wrapper]
+        assert not isinstance(ours, str), f"{wrapper}: {ours}"
+        assert whole.keys() == ours.keys()
+        for parameter, truth in whole.items():
+            # both average over the ranks
+            torch.testing.assert_close(
+                2 * ours[parameter], truth, rtol=1e-4, atol=1e-5, msg=lambda m, p=parameter, w=wrapper: f"{w} {p}: {m}"
+            )
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_in_two_processes_has_the_gradients_of_one(found, name):
+    check(found, attention, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_in_two_processes_has_the_gradients_of_one(found, name):
+    check(found, model, name)
