@@ -19,6 +19,7 @@ from . import served as served
 from .attention import flow_attention_forward, flow_attention_mask
 from .cache import NAME, FlowCache, FlowCacheLayer
 from .config import FlowformerConfig
+from .context import cut_sequences
 from .models import (
     FlowformerForCausalLM,
     FlowformerForMaskedLM,
@@ -38,6 +39,7 @@ __all__ = [
     "FlowformerForSequenceClassification",
     "FlowformerForTokenClassification",
     "FlowformerModel",
+    "cut_sequences",
     "flow_attention_forward",
     "flow_attention_mask",
 ]

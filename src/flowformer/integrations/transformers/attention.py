@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varlen
 from .cache import NAME, FlowCacheLayer
+from .context import group_of
 from .heads import KEPT, FlowHeads
 from .served import ATTENDS_ELSEWHERE, is_cross_attention, refuse
 from .softmax import Tokens, softmax_attention, window_attention
+
+if TYPE_CHECKING:
+    from ...ops.context.exchange import Group
 
 
 def flow_attention_forward(
@@ -45,15 +49,19 @@ def flow_attention_forward(
 
     Returns: (B, N, H, D), and None for the weights.
     """
-    heads = getattr(module, "flow", None)
+    heads, group = getattr(module, "flow", None), group_of(module)
     past = None if heads == KEPT else _past(module)
     tokens = tokens_of(module, query, key, attention_mask, is_causal, past, kwargs)
+    if group is not None and (past is not None or tokens.bounds is not None):
+        raise NotImplementedError(
+            "sequences cut over ranks take no cache and no packed sequences. Pass use_cache=False and rows with a mask."
+        )
     if heads == KEPT:
         result = softmax_attention(query, key, value, tokens, scaling, kwargs.get("softcap"))
     elif heads is None:
-        result = _flow(query, key, value, tokens, past, {})
+        result = _flow(query, key, value, tokens, past, {"group": group})
     else:
-        result = exchanged_attention(heads, query, key, value, tokens, scaling, kwargs.get("softcap"), past)
+        result = exchanged_attention(heads, query, key, value, tokens, scaling, kwargs.get("softcap"), past, group)
     return F.dropout(result.transpose(1, 2), dropout, module.training).contiguous(), None
 
 
@@ -66,11 +74,12 @@ def exchanged_attention(
     scaling: float | None,
     softcap: float | None,
     past: FlowCacheLayer | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Flow-Attention with what its heads have learned, and a softmax in a window beside it, (B, H, N, E)."""
     q, k = heads.features(query, key)
     count = None if past is None or past.state is None else past.state.count
-    result = _flow(q, k, value, tokens, past, {"variant": heads.variant, "powers": heads.powers})
+    result = _flow(q, k, value, tokens, past, {"variant": heads.variant, "powers": heads.powers, "group": group})
     window = heads.exchange.window
     if window:
         seen = tokens.seen(query, count)

@@ -29,6 +29,7 @@ from ...ops.varlen import PaddedSequences
 from .attention import bounds
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
+from .context import group_of
 from .served import warn_no_weights
 
 
@@ -121,6 +122,10 @@ class FlowformerModel(FlowformerPreTrainedModel):
             if cu_seq_lens_q is None and attention_mask is None and past_key_values is None:
                 starts = F.pad(position_ids.diff() != 1, (1, 0), value=True)
                 cu_seq_lens_q = bounds(starts) if starts[:, 1:].any() else None
+        if group_of(self) is not None:
+            if use_cache or past_key_values is not None or cu_seq_lens_q is not None:
+                raise NotImplementedError("sequences cut over ranks take no cache and no packed sequences.")
+            use_cache = False
         if cu_seq_lens_q is not None:
             if use_cache or past_key_values is not None:
                 raise ValueError("got packed sequences and a cache. Pass use_cache=False, or pad the sequences.")

@@ -13,15 +13,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousMixin
 
+from ...nn import token_positions
 from .cache import NAME, with_states
+from .context import check_labels, check_padding, group_of
 from .heads import KEPT, Exchange, FlowHeads, sizes_of
+
+if TYPE_CHECKING:
+    from ...ops.context.exchange import Group
 
 # by these names an attention layer finds the function that computes it
 LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "get_interface"}
@@ -184,13 +189,35 @@ def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
         warn_no_weights()
     names = model._flow_arguments
     given = dict(zip(names, args, strict=False)) | kwargs
+    group = group_of(model)
+    if group is not None:
+        check_labels(model, given.get("labels"))
+        if "use_cache" in names and given.get("use_cache") is None:
+            kwargs = kwargs | {"use_cache": False}
+    positions = _positions(model, given, group)
+    if positions is None:
+        return args, kwargs
+    place = names.index("position_ids")
+    if place < len(args):
+        return (*args[:place], positions, *args[place + 1 :]), kwargs
+    return args, kwargs | {"position_ids": positions}
+
+
+def _positions(model: Any, given: dict[str, Any], group: Group | None) -> Tensor | None:
+    """The positions of the tokens, None where the caller or the model counts them."""
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     mask = given.get("attention_mask")
+    if isinstance(mask, Tensor):
+        check_padding(mask)
     if given.get("position_ids") is not None or tokens is None:
         return None
+    new, names = tokens.shape[1], model._flow_arguments
+    if group is not None:
+        if "position_ids" not in names:
+            raise refuse(type(model), "it takes no position_ids, which go on from rank to rank")
+        mask = tokens.new_ones(tokens.shape[:2]) if mask is None else mask
     if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(tokens):
         return None
-    new = tokens.shape[1]
     if mask.shape[1] != new and (given.get("past_key_values") is None or mask.shape[1] < new):
         return None
     if model.config.model_type in CONVOLUTIONAL and not mask.all():
@@ -199,14 +226,10 @@ def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
         if not mask[:, 0].all():
             raise refuse(type(model), "it takes padding on the left for tokens. Pad on the right")
         return None
-    mask = mask.long()
-    count, before = mask.cumsum(-1), model._flow_padding
-    positions = (count - 1).clamp_min(0) if before is None else before + count * mask
-    positions = positions[:, -new:]  # those before are in the cache
-    place = names.index("position_ids")
-    if place < len(args):
-        return (*args[:place], positions, *args[place + 1 :]), kwargs
-    return args, kwargs | {"position_ids": positions}
+    positions, before = token_positions(mask.bool(), None, group), model._flow_padding
+    if before is not None:
+        positions = before + (positions + 1) * mask.long()
+    return positions[:, -new:]  # those before are in the cache
 
 
 def warn_no_weights() -> None:
