@@ -9,6 +9,7 @@ import copy
 import re
 import subprocess
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -34,6 +35,7 @@ from flowformer import (
 )
 from flowformer.bench.context import predicted_bytes
 from flowformer.bench.errors import FORWARD, GRADIENT, measure
+from flowformer.bench.measure import peak_bytes
 from flowformer.data import DataInfo, Splits
 from flowformer.data.splits import Columns
 from flowformer.integrations.transformers import FlowformerConfig, cut_sequences
@@ -134,6 +136,7 @@ for kind, is_causal in KINDS.items():
         f"{kind}, all on the first rank": Case(is_causal, cuts=(0, 9, 9, 9, 9), masked=False),
         f"{kind}, one token a rank": Case(is_causal, cuts=(0, 1, 2, 3, 4), masked=False),
         f"{kind}, no token": Case(is_causal, cuts=(0, 0, 0, 0, 0), masked=False),
+        f"{kind}, many heads": Case(is_causal, heads=(10, 5)),
         f"{kind}, one head": Case(is_causal, heads=(1, 1), dims=(1, 1)),
         f"{kind}, wide": Case(is_causal, heads=(2, 1), dims=(33, 40), gathered_bytes=2**13),
         f"{kind}, float32": Case(is_causal, dtype=torch.float32),
@@ -461,6 +464,18 @@ def bytes_sent(group):
             yield is_causal, sent.stages, sent.bytes
 
 
+def memory(rank, group):
+    """The most that a causal call and its gradient hold on rank 0, inputs included, cut over ranks and alone."""
+    leaves = [torch.randn(1, 8, 2048, 32, requires_grad=True) for _ in range(3)]
+
+    def run(group=None):
+        torch.autograd.grad(flow_attention(*leaves, is_causal=True, group=group).sum(), leaves)
+
+    if rank:
+        return run(group)
+    return [4 * leaves[0].nbytes + peak_bytes(partial(run, each), "cpu") for each in (group, None)]
+
+
 def work(rank, folder):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     world, pair = dist.group.WORLD, mesh["context"]
@@ -480,6 +495,7 @@ def work(rank, folder):
     found["language model"] = trained_language_model(rank, world)
     found["sharded"] = sharded(mesh)
     found["rotary"] = rotary(rank, world)
+    found["memory"] = memory(rank, world)
     found["bytes"] = list(bytes_sent(world))
     found["disagreements"] = dict(disagreements(rank, world))
     found["misuses"] = dict(misuses(world, mesh))
@@ -660,6 +676,11 @@ def test_bytes_are_those_of_the_formula_at_any_length(found):
         assert stages == (8 if is_causal else 6)
         assert sent == predicted_bytes(4, 32, 32, RANKS, is_causal)
     assert all(predicted_bytes(16, 64, 64, 8, is_causal) < 1e6 for is_causal in KINDS.values())
+
+
+def test_memory_of_a_rank_is_that_of_its_tokens_alone(found):
+    cut, alone = found[0]["memory"]
+    assert cut < 1.2 * alone
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
     flowformer bench context                                  # 2 and 4 processes, gloo
     flowformer bench context --ranks 8 --lengths 8192         # a sequence of 8192 tokens cut over 8 processes
+    flowformer bench context --work work.csv                  # what one rank computes, timed alone on this device
+    flowformer bench context --project                        # many GPUs, by the formulas of context_projection.py
 
 Results and gradients are first checked against one process. Bytes stand beside the formula of `predicted_bytes`, which
 does not depend on the length. Times are those of processes that share the cores of one machine.
@@ -10,6 +12,7 @@ does not depend on the length. Times are those of processes that share the cores
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import statistics
 import tempfile
@@ -23,8 +26,9 @@ import torch.distributed as dist
 from ..ops import flow_attention
 from ..ops.context.exchange import GATHERED_BYTES, traffic
 from .errors import relative_error
-from .measure import milliseconds
+from .measure import machine, milliseconds, peak_bytes
 
+KINDS = ("bidirectional", "causal")
 TOLERANCE = 1e-5
 TIMEOUT = timedelta(minutes=5)
 
@@ -71,9 +75,14 @@ def predicted_bytes(heads: int, dim: int, value_dim: int, ranks: int, is_causal:
     """
     others, total = ranks - 1, 0
     for summed, plain in exchanged_numbers(heads, dim, value_dim, is_causal):
-        whole = ranks * 4 * summed <= GATHERED_BYTES
-        total += 4 * others * (summed if whole else 2 * -(-summed // ranks)) + 4 * others * plain
+        numbers = summed if is_gathered(summed, ranks) else 2 * -(-summed // ranks)
+        total += 4 * others * (numbers + plain)
     return total
+
+
+def is_gathered(summed: int, ranks: int) -> bool:
+    """Whether so many numbers are few enough to go to every rank, in one collective."""
+    return ranks * 4 * summed <= GATHERED_BYTES
 
 
 def measure(kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> ContextTiming:
@@ -126,6 +135,41 @@ def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int
     os._exit(0)
 
 
+def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> dict[str, object]:
+    """What one rank of any number computes for so many tokens: a group of one process, whose exchanges are copies."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    inputs = torch.randn(4, 1, heads, tokens, dim, device=device, dtype=dtype).unbind()
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+
+    def run(group=None):
+        result = flow_attention(*leaves, is_causal=kind == "causal", group=group)
+        torch.autograd.grad(result, leaves, inputs[3])
+
+    times: dict[str, float] = {}
+    for name, group in (("alone", None), ("milliseconds", dist.group.WORLD)):
+        run(group)
+        times[name] = statistics.median(milliseconds(lambda group=group: run(group), device) for _ in range(repeats))
+    peak = peak_bytes(lambda: run(dist.group.WORLD), device) / 2**20
+    facts = {"heads": heads, "dim": dim, **machine(device, str(dtype).removeprefix("torch."))}
+    return {"kind": kind, "tokens": tokens, **times, "peak_mib": round(peak), **facts}
+
+
+def write_work(path: Path, options: argparse.Namespace) -> None:
+    """Writes the file that --measured reads."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rows = []
+    for kind in KINDS:
+        for tokens in options.lengths:
+            rows.append(measure_work(kind, tokens, options.heads, options.dim, options.repeats))
+            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    dist.destroy_process_group()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table; the exit status is 1 if a result is wrong or more bytes are sent than the formula says."""
     parser = argparse.ArgumentParser("flowformer bench context", description=__doc__.split("\n\n")[0])
@@ -134,19 +178,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", type=Path, metavar="CSV", help="time the work of one rank alone, at these lengths")
+    parser.add_argument("--project", action="store_true", help="project times on many GPUs; measures nothing")
+    parser.add_argument("--measured", type=Path, metavar="CSV", help="what --work wrote, for --project")
     options = parser.parse_args(arguments)
+    if options.work is not None:
+        write_work(options.work, options)
+        return 0
+    if options.project:
+        from . import context_projection as projection
+
+        measured = projection.read(options.measured, options.heads, options.dim)
+        print(projection.tables(options.heads, options.dim, measured))
+        return 0
     print(f"One layer, forward and backward, {options.heads} heads of width {options.dim}, float32, gloo.\n")
     columns = ["kind", "ranks", "length", "stages", "collectives", "bytes sent", "formula", "ms", "error"]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     failures = 0
-    for kind in ("bidirectional", "causal"):
+    for kind in KINDS:
         for ranks in options.ranks:
             for length in options.lengths:
                 timing = measure(kind, ranks, length, options.heads, options.dim, options.repeats)
                 failures += timing.error > TOLERANCE or timing.bytes_sent != timing.bytes_predicted
                 *first, ms, error = asdict(timing).values()
                 print("| " + " | ".join(map(str, first)) + f" | {ms:.1f} | {error:.1e} |", flush=True)
-    for kind in ("bidirectional", "causal"):
+    for kind in KINDS:
         formula = predicted_bytes(options.heads, options.dim, options.dim, 8, kind == "causal")
         print(f"\nBy the formula, a rank of 8 sends {formula:,} bytes ({kind}).")
     return int(failures > 0)

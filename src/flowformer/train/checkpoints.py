@@ -92,9 +92,7 @@ def restore(
     state = _state(objective, optimiser)
     with _quietly():
         dcp.load(state, checkpoint_id=checkpoint / _STATE, no_dist=not dist.is_initialized())
-    set_state_dict(
-        objective, optimiser.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimiser"]
-    )
+    set_state_dict(objective, optimiser.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimiser"])
     rank = accelerator.process_index
     load_accelerator_state(str(checkpoint), [], [], [], [], rank, accelerator.scaler)
     if progress.pop("processes") != accelerator.num_processes:

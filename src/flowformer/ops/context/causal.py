@@ -6,7 +6,7 @@ a state are those of `FlowState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,9 @@ from ..variant import FlowVariant
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]
+# Every level has gradients of all tokens, which are added up. With heads in groups, those of one group at a time are
+# held beside the sums.
+HEAD_GROUPS = 4
 
 
 def attend(
@@ -47,19 +50,37 @@ def attend(
     first = empty_state(query, value) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
     dim = query.shape[3]
+    key_heads = key.shape[1]
+
+    def split_heads(x: Tensor) -> tuple[Tensor, ...]:
+        """Groups of heads (B, H or H_kv, ...); those of queries are with the key heads that they share."""
+        return x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
+
+    queries, keys, values = map(split_heads, (query, key, value))
+    # values do not enter the flows
+    no_values = [torch.zeros_like(v[..., :1]) for v in values]
 
     def before(x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         prefix, total = _Before.apply(x, exchange, with_end)
         return start + prefix, start + total
 
-    def run(v: Tensor, sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any) -> tuple[Tensor, State]:
+    def run(
+        values: Sequence[Tensor], sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The results of each group of heads, and the state of all heads after the last token."""
         sums = [*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums))]
-        part = torch.stack(sums, -2), memory, scalars
-        return recurrent(query, key, v, mask, part, scale, replace(variant, **changes))
+        parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
+        found = [
+            recurrent(q, k, v, mask, part, scale, replace(variant, **changes))
+            for q, k, v, part in zip(queries, keys, values, parts, strict=True)
+        ]
+        return [result for result, _ in found], [torch.cat(x, 1) for x in zip(*(end for _, end in found), strict=True)]
+
+    def feature_sum(heads: Sequence[Tensor]) -> Tensor:
+        return torch.cat([_FeatureSum.apply(x, mask, scale, variant) for x in heads], 1)
 
     with without_autocast(query):
-        key_sum = repeat_heads(query, _FeatureSum.apply(key, mask, scale, variant))
-        query_sum = _FeatureSum.apply(query, mask, scale, variant)
+        key_sum, query_sum = repeat_heads(query, feature_sum(keys)), feature_sum(queries)
         tokens = query.shape[2] if mask is None else mask.sum(-1)[:, None, None]
         count = torch.zeros_like(key_sum[..., :1]) + tokens
         local = torch.cat([key_sum, query_sum, count], -1)
@@ -67,22 +88,21 @@ def attend(
         flow_sums, end_flow_sums = (x.split([dim, dim, 1], -1) for x in before(local, start))
         sums, count = list(flow_sums[:2]), flow_sums[2].detach()
 
-        # values do not enter the flows
-        no_value, no_memory = torch.zeros_like(value[..., :1]), torch.zeros_like(first[1][..., :1])
+        no_memory = torch.zeros_like(first[1][..., :1])
         nothing = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
-        _, (local, *_) = run(no_value, sums, no_memory, nothing, competition="none", allocation="none")
+        _, (local, *_) = run(no_values, sums, no_memory, nothing, competition="none", allocation="none")
         conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:, :])
         sums += conserved.unbind(-2)
 
         first_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
         logs = end_logs = first_logs
         if "softmax" in (variant.competition, variant.allocation):
-            _, (*_, local) = run(no_value, sums, no_memory, nothing)
+            _, (*_, local) = run(no_values, sums, no_memory, nothing)
             logs, end_logs = _LogBefore.apply(local[..., 1:], first_logs, exchange, with_end)
         scalars = torch.cat([count, logs], -1)
-        _, (_, local, _) = run(value, sums, torch.zeros_like(first[1]), scalars, allocation="none")
+        _, (_, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
         memory, end_memory = before(local, first[1])
-        result, _ = run(value, sums, memory, scalars)
+        result = torch.cat(run(values, sums, memory, scalars)[0], 1)
         if not with_end:
             return result, ()
         end_sums = torch.cat([torch.stack(end_flow_sums[:2], -2), end_conserved], -2)
