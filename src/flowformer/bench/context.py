@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -145,10 +146,10 @@ def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> 
         result = flow_attention(*leaves, is_causal=kind == "causal", group=group)
         torch.autograd.grad(result, leaves, inputs[3])
 
-    times: dict[str, float] = {}
+    times = {}
     for name, group in (("alone", None), ("milliseconds", dist.group.WORLD)):
         run(group)
-        times[name] = statistics.median(milliseconds(lambda group=group: run(group), device) for _ in range(repeats))
+        times[name] = statistics.median(milliseconds(partial(run, group), device) for _ in range(repeats))
     peak = peak_bytes(lambda: run(dist.group.WORLD), device) / 2**20
     facts = {"heads": heads, "dim": dim, **machine(device, str(dtype).removeprefix("torch."))}
     return {"kind": kind, "tokens": tokens, **times, "peak_mib": round(peak), **facts}

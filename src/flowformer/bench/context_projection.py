@@ -21,6 +21,7 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from .context import exchanged_numbers, is_gathered
@@ -65,7 +66,7 @@ def work(tokens: float, measured: dict[int, float]) -> float:
     points = sorted(measured.items())
     if tokens <= points[0][0]:
         return points[0][1]
-    for (low, start), (high, stop) in zip(points, points[1:], strict=False):
+    for (low, start), (high, stop) in pairwise(points):
         if tokens <= high:
             return start + (stop - start) * (tokens - low) / (high - low)
     most, longest = points[-1]

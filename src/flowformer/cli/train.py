@@ -72,7 +72,7 @@ def train(
 
     Ctrl-C leaves a checkpoint; the same command with --resume goes on from it, bit for bit. For several GPUs, run
     [bold]torchrun --nproc-per-node 4 -m flowformer.cli train …[/bold] or [bold]accelerate launch[/bold]; with
-    parallel=fsdp each holds a shard of the model.
+    parallel=fsdp each holds a shard of the model, with parallel=context a part of each sequence.
     """
     from ..train import loop, recipes
     from ..train.config import override, to_dict

@@ -54,7 +54,8 @@ def attend(
 
     def split_heads(x: Tensor) -> tuple[Tensor, ...]:
         """Groups of heads (B, H or H_kv, ...); those of queries are with the key heads that they share."""
-        return x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
+        groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
+        return groups
 
     queries, keys, values = map(split_heads, (query, key, value))
     # values do not enter the flows
