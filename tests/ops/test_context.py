@@ -9,6 +9,7 @@ import copy
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from flowformer.bench.measure import peak_bytes
 from flowformer.data import DataInfo, Splits
 from flowformer.data.splits import Columns
 from flowformer.integrations.transformers import FlowformerConfig, cut_sequences
+from flowformer.integrations.transformers.heads import Exchange
 from flowformer.models.lm import FlowformerLM, LMConfig
 from flowformer.ops.context import exchange
 from flowformer.train.config import Optimiser, TrainConfig
@@ -48,7 +50,7 @@ from flowformer.train.record import read_log
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 RANKS = 4
-NAMES = ("result", "grad_query", "grad_key", "grad_value")
+NAMES = ["result", "grad_query", "grad_key", "grad_value"]
 # at 1e-6, ReLU's flows span ten orders of magnitude and no two orders of summation agree to twelve digits
 EVERY_VARIANT = {
     **{name: variant for name, variant in VARIANTS.items() if not variant.renormalize},
@@ -70,6 +72,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float64
     gathered_bytes: int = 2**15
     scale: float = 0.7
+    powers: bool = False
 
     @property
     def ranks(self):
@@ -108,8 +111,10 @@ class Case(NamedTuple):
         ).to(self.dtype)
         parts = ((query, sinks), (key, sources), (value, sources))
         leaves = [x[:, :, part].clone().requires_grad_() for x, part in parts]
+        powers = learned_powers(self.heads[0]).requires_grad_() if self.powers else None
         result = flow_attention(
             *leaves,
+            powers=powers,
             is_causal=self.is_causal,
             query_mask=None if query_mask is None else query_mask[:, sinks],
             key_mask=None if key_mask is None else key_mask[:, sources],
@@ -118,7 +123,12 @@ class Case(NamedTuple):
             scale=self.scale,
             group=group,
         )
-        return [result.detach(), *torch.autograd.grad(result, leaves, cotangent[:, :, sinks])]
+        learned = [] if powers is None else [powers]
+        return [result.detach(), *torch.autograd.grad(result, leaves + learned, cotangent[:, :, sinks])]
+
+
+def learned_powers(heads):
+    return 0.5 + torch.rand(2, heads, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
 KINDS = {"bidirectional": False, "causal": True}
@@ -143,7 +153,10 @@ for kind, is_causal in KINDS.items():
         f"{kind}, bfloat16": Case(is_causal, dtype=torch.bfloat16),
         f"{kind}, float16, in slices": Case(is_causal, dtype=torch.float16, gathered_bytes=0),
     }
+CASES |= {f"causal, {name}": Case(True, variant) for name, variant in VARIANTS.items() if variant.renormalize}
 CASES |= {
+    "causal, powers": Case(True, FlowVariant(renormalize=True), powers=True),
+    "causal, powers, in slices": Case(True, FlowVariant(renormalize=True), powers=True, gathered_bytes=0),
     "bidirectional, heads compete": Case(variant=FlowVariant(competitors="heads")),
     "cross-attention": Case(source_cuts=(0, 7, 7, 8, 20)),
     "cross-attention, sinks and sources on different ranks": Case(cuts=(0, 5, 5, 9, 9), source_cuts=(0, 0, 6, 6, 11)),
@@ -154,7 +167,7 @@ CASES |= {
 BOUNDS = torch.tensor([0, 2, 2, 7, 8, 21, 23])
 SOURCE_BOUNDS = torch.tensor([0, 1, 4, 4, 12, 19, 20])
 PACKED_CUTS = {"cut": (0, 3, 10, 18, 24), "whole": (0, 8, 8, 23, 24), "one rank": (0, 0, 24, 24, 24)}
-STATE_VARIANTS = "default", "tight clamp", "softmax allocation", "sigmoid competition"
+STATE_VARIANTS = "default", "tight clamp", "softmax allocation", "sigmoid competition", "renormalized"
 STATE_CUTS = (0, 3, 3, 5, 8), (8, 12, 14, 14, 17)  # two calls, one after the other
 
 
@@ -170,11 +183,12 @@ def packed(is_causal, cuts, rank=None, group=None):
     return [result.detach(), *torch.autograd.grad(result, leaves, cotangent[start:stop])]
 
 
-def first_state():
+def first_state(renormalize):
     random = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(2, 4, 6, 5, generator=random, dtype=torch.float64) for _ in range(3))
     # this variant fills both logarithms
-    return flow_attention_recurrent(query, key, value, variant=VARIANTS["softmax allocation"])[1].pack()
+    variant = replace(VARIANTS["softmax allocation"], renormalize=renormalize)
+    return flow_attention_recurrent(query, key, value, variant=variant)[1].pack()
 
 
 def recurrent(variant, given, rank=None, group=None):
@@ -182,7 +196,7 @@ def recurrent(variant, given, rank=None, group=None):
     inputs = random_inputs(2, 4, 17, dim=5)
     parts = [slice(0, 8), slice(8, 17)] if rank is None else [slice(*cuts[rank : rank + 2]) for cuts in STATE_CUTS]
     leaves = [x[:, :, part].clone().requires_grad_() for part in parts for x in inputs]
-    first = [x.clone().requires_grad_() for x in first_state()]
+    first = [x.clone().requires_grad_() for x in first_state(variant.renormalize)]
     one, state = flow_attention_recurrent(
         *leaves[:3], FlowState.unpack(first) if given else None, variant=variant, group=group
     )
@@ -309,6 +323,10 @@ PRETRAINED = {
     "flowformer": (AutoModelForCausalLM, FlowformerConfig(**TINY, dropout=0.0)),
     "flowformer, masked": (AutoModelForMaskedLM, FlowformerConfig(**TINY, dropout=0.0, is_causal=False)),
     "llama": (AutoModelForCausalLM, transformers.LlamaConfig(**TINY, num_key_value_heads=2)),
+    "linearized llama": (
+        AutoModelForCausalLM,
+        transformers.LlamaConfig(**TINY, num_key_value_heads=2, flow_attention=Exchange().to_dict()),
+    ),
     "gpt2": (
         AutoModelForCausalLM,
         transformers.GPT2Config(
@@ -490,7 +508,7 @@ def work(rank, folder):
             found[f"packed, {kind}, {where}"] = packed(is_causal, cuts, rank, world)
     for name in STATE_VARIANTS:
         for given in (False, True):
-            found["recurrent", name, given] = recurrent(EVERY_VARIANT[name], given, rank, world)
+            found["recurrent", name, given] = recurrent(VARIANTS[name], given, rank, world)
     found["trained"] = trained(rank, world)
     found["language model"] = trained_language_model(rank, world)
     found["sharded"] = sharded(mesh)
@@ -530,7 +548,10 @@ def assert_same(ours, truth, names=NAMES, tolerance=1e-12):
 def test_cut_equals_whole(found, name):
     case = CASES[name]
     parts = [found[rank][name] for rank in range(case.ranks)]
+    # each rank has its share of the gradient of the powers
+    shares = [part.pop() for part in parts] if case.powers else []
     ours = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
+    ours += [sum(shares)] if case.powers else []
     query_mask, key_mask = case.masks()
     options = {"query_mask": query_mask, "key_mask": key_mask, "scale": case.scale, "variant": case.variant}
 
@@ -541,12 +562,19 @@ def test_cut_equals_whole(found, name):
             return with_gradients(
                 lambda *x: flow_attention(*x, is_causal=case.is_causal, enable_gqa=True, **options), inputs
             )
+        if case.powers:
+            # the oracle takes none; `test_renormalize.py` compares this backend with the equations
+            options["backend"] = "reference"
+            return with_gradients(
+                lambda *x: flow_attention(*x[:3], powers=x[3], is_causal=True, enable_gqa=True, **options),
+                [*inputs, learned_powers(case.heads[0])],
+            )
         return with_gradients(lambda *x: oracle(*x, is_causal=case.is_causal, **options), inputs)
 
     truth = whole(torch.float64)
     assert ours[0].dtype == case.dtype
     if case.dtype == torch.float64:
-        assert_same(ours, truth)
+        assert_same(ours, truth, [*NAMES, "grad_powers"][: len(truth)])
         return
     plain = whole(case.dtype)
     size = sum(x.norm() ** 2 for x in truth[1:]).sqrt().item()
@@ -575,7 +603,7 @@ def test_packed_sequences_begin_and_end_anywhere(found, kind, where):
 @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state"])
 @pytest.mark.parametrize("name", STATE_VARIANTS)
 def test_state_is_passed_from_call_to_call(found, name, given):
-    outputs, gradients = recurrent(EVERY_VARIANT[name], given)
+    outputs, gradients = recurrent(VARIANTS[name], given)
     ranks = [found[rank]["recurrent", name, given] for rank in range(RANKS)]
     for i in range(2):
         assert_same([torch.cat([ours[i] for ours, _ in ranks], 2)], [outputs[i]], ["result"])
@@ -700,7 +728,7 @@ def test_misuse_is_named(found):
     messages = found[0]["misuses"]
     assert "mesh with one dimension, got 2 with the names ('data', 'context')" in messages["mesh"]
     assert "must be a ProcessGroup or a DeviceMesh, got str" in messages["name"]
-    assert "takes no variant with renormalize=True" in messages["renormalize"]
+    assert "takes no variant with renormalize=True unless it is causal" in messages["renormalize"]
     assert "differentiable once" in messages["twice"]
 
 

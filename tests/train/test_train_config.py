@@ -60,6 +60,12 @@ class TestOverride:
             ("compile=yes", "compile must be true or false"),
             ("precision=bf61", "did you mean 'bf16'"),
             ("parallel=fdsp", "did you mean 'fsdp'"),
+            (
+                "parallel=context",
+                "task 'tokens' with flow attention cannot be cut over ranks; accepted: language models",
+            ),
+            ("context_parallel_size=2", "Pass parallel=ddp or fsdp, without context_parallel_size"),
+            ("context_parallel_size=0", "context_parallel_size must be a positive whole number"),
             ("schedule.name=cosin", "did you mean 'cosine'"),
             ("variant=cor", "did you mean 'core'"),
             ("name=x", "may be any of optimiser.name, schedule.name"),

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import State, differentiate, sum_dtype, without_autocast
 from ..reference import repeat_heads
-from ..state import empty_state
+from ..state import empty_state, num_sums
 from ..torch.blocks import head_blocks
 from ..torch.causal import MIN_BLOCKS
 from ..torch.features import feature_gradient, features
@@ -39,6 +40,7 @@ def attend(
     exchange: Exchange,
     recurrent: Recurrent,
     with_end: bool,
+    powers: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
@@ -46,8 +48,15 @@ def attend(
         state: before the first token of the first rank, the same on every rank; None is that of nothing.
         recurrent: of a backend.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
+        powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
     """
-    first = empty_state(query, value) if state is None else state
+    if query.shape[2] == 0 and not variant.has_operator:
+        # without tokens plain operators have no graph, and the other ranks wait for its backward pass
+        padded = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
+        mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
+        result, end = attend(*padded, mask, state, scale, variant, exchange, recurrent, with_end, powers)
+        return result[:, :, :0], end
+    first = empty_state(query, value, variant) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
     dim = query.shape[3]
     key_heads = key.shape[1]
@@ -60,6 +69,9 @@ def attend(
     queries, keys, values = map(split_heads, (query, key, value))
     # values do not enter the flows
     no_values = [torch.zeros_like(v[..., :1]) for v in values]
+    learned: list[dict[str, Tensor]] = [{} for _ in keys]
+    if powers is not None:
+        learned = [{"powers": group} for group in split_heads(powers)]
 
     def before(x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         prefix, total = _Before.apply(x, exchange, with_end)
@@ -69,11 +81,12 @@ def attend(
         values: Sequence[Tensor], sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The results of each group of heads, and the state of all heads after the last token."""
-        sums = [*sums, *[torch.zeros_like(sums[0])] * (4 - len(sums))]
+        changed = replace(variant, **changes)
+        sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
         parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
         found = [
-            recurrent(q, k, v, mask, part, scale, replace(variant, **changes))
-            for q, k, v, part in zip(queries, keys, values, parts, strict=True)
+            recurrent(q, k, v, mask, part, scale, changed, **options if changed.renormalize else {})
+            for q, k, v, part, options in zip(queries, keys, values, parts, learned, strict=True)
         ]
         return [result for result, _ in found], [torch.cat(x, 1) for x in zip(*(end for _, end in found), strict=True)]
 
@@ -91,8 +104,9 @@ def attend(
 
         no_memory = torch.zeros_like(first[1][..., :1])
         nothing = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
-        _, (local, *_) = run(no_values, sums, no_memory, nothing, competition="none", allocation="none")
-        conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:, :])
+        plain = {"competition": "none", "allocation": "none", "renormalize": False}
+        _, (local, *_) = run(no_values, sums, no_memory, nothing, **plain)
+        conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:4, :])
         sums += conserved.unbind(-2)
 
         first_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
@@ -101,18 +115,34 @@ def attend(
             _, (*_, local) = run(no_values, sums, no_memory, nothing)
             logs, end_logs = _LogBefore.apply(local[..., 1:], first_logs, exchange, with_end)
         scalars = torch.cat([count, logs], -1)
-        _, (_, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
-        memory, end_memory = before(local, first[1])
+        _, (end_sums, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
+        start = first[1]
+        if variant.renormalize:  # Σ c k as one more column of S
+            local, start = (
+                torch.cat([x, row[..., 4, :, None]], -1) for x, row in ((local, end_sums), (start, first[0]))
+            )
+        memory, end_memory = before(local, start)
+        if variant.renormalize:
+            memory, competing = _without_last(memory)
+            end_memory, end_competing = _without_last(end_memory)
+            sums.append(competing)
         result = torch.cat(run(values, sums, memory, scalars)[0], 1)
         if not with_end:
             return result, ()
         end_sums = torch.cat([torch.stack(end_flow_sums[:2], -2), end_conserved], -2)
+        if variant.renormalize:
+            end_sums = torch.cat([end_sums, end_competing[..., None, :]], -2)
         count = end_flow_sums[2].detach()
         # a logarithm that the variant does not read stays as it is
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
         is_read = end_logs.new_tensor([variant.competition == "softmax", variant.allocation == "softmax"])
         end_logs = torch.where(is_read > 0, end_logs, first[2][..., 1:])
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
+
+
+def _without_last(memory: Tensor) -> tuple[Tensor, Tensor]:
+    """S (B, H, D, E) and Σ c k (B, H, D), of both in one."""
+    return memory[..., :-1], memory[..., -1]
 
 
 class _FeatureSum(torch.autograd.Function):

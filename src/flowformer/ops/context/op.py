@@ -44,16 +44,16 @@ def attention(
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
         checks.attention_masks(query, key, query_mask, key_mask)
-        factor, reading = checks.scale(scale), _checked_variant(variant, powers, is_causal)
+        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, is_causal, query)
         if is_causal:
             checks.causal_lengths(query, key)
         chosen = _choose(backend, query, key, value, is_causal, reading)
-    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, factor, reading)
+    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, powers, factor, reading)
     if not is_causal:
         return bidirectional.attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
     result, _ = causal.attend(
-        query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, with_end=False
+        query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, False, powers
     )
     return result
 
@@ -77,16 +77,16 @@ def recurrent(
         query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
         checks.attention_masks(query, key, None, key_mask)
         checks.causal_lengths(query, key)
-        factor, reading = checks.scale(scale), _checked_variant(variant, powers, True)
+        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, True, query)
         if state is not None:
             checks.state(state, query, value, reading)
         chosen = _choose(backend, query, key, value, True, reading)
     packed = None if state is None else state.pack()
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
-    _check_same_call(ranks, query, key, value, query.shape[0], True, factor, reading, past)
+    _check_same_call(ranks, query, key, value, query.shape[0], True, powers, factor, reading, past)
     result, (sums, memory, scalars) = causal.attend(
-        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), chosen.recurrent, with_end=True
+        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), chosen.recurrent, True, powers
     )
     return result, FlowState(sums, memory, scalars)
 
@@ -109,12 +109,12 @@ def varlen(
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
         checks.cu_seqlens(query, *lengths)
-        factor, reading = checks.scale(scale), _checked_variant(variant, powers, is_causal)
+        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, is_causal, query)
         (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
             query.shape[0], key.shape[0], lengths, is_causal
         )
         chosen = _choose(backend, query, key, value, is_causal, reading)
-    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, factor, reading)
+    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, powers, factor, reading)
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
     exchange = Exchange(ranks)
@@ -127,7 +127,8 @@ def varlen(
         sinks, sources = _tokens(starts_q, lengths_q, whole, query), _tokens(starts_k, lengths_k, whole, key)
         bounds = _bounds(lengths_q, whole, query), _bounds(lengths_k, whole, query), *lengths[2:]
         inputs = query[sinks], key[sources], value[sources]
-        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, factor, reading))
+        learned: dict[str, Any] = {} if powers is None else {"powers": powers}
+        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, factor, reading, **learned))
     if cut:
         rows = torch.tensor([cut.index(i) for i in here], dtype=torch.long, device=query.device)
         exchange = Exchange(ranks, rows, len(cut))
@@ -135,7 +136,7 @@ def varlen(
         inputs = padded_q.pad(query), padded_k.pad(key), padded_k.pad(value)
         masks = padded_q.mask, padded_k.mask
         if is_causal:
-            out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, with_end=False)
+            out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, False, powers)
         else:
             out = bidirectional.attend(*inputs, *masks, factor, reading, exchange)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
@@ -163,14 +164,16 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
     return PaddedSequences(torch.where(mask, start + position, 0), mask)
 
 
-def _checked_variant(variant: FlowVariant | str, powers: Tensor | None, is_causal: bool) -> FlowVariant:
-    variant = checks.variant(variant, is_causal)
-    if variant.renormalize or powers is not None:
+def _checked_variant(
+    variant: FlowVariant | str, powers: Tensor | None, is_causal: bool, query: Tensor
+) -> tuple[FlowVariant, Tensor | None]:
+    checked = checks.variant(variant, is_causal)
+    if checked.renormalize and not is_causal:
         raise NotImplementedError(
-            "a sequence cut over ranks takes no variant with renormalize=True and no powers: their sum Σ c k is not "
-            "exchanged. Pass renormalize=False, or the whole sequence without a group."
+            "a sequence cut over ranks takes no variant with renormalize=True unless it is causal: the sum Σ c k is "
+            "not exchanged. Pass renormalize=False, or the whole sequence without a group."
         )
-    return variant
+    return checked, checks.powers(powers, query, query.shape[1], checked)
 
 
 def _choose(
@@ -193,7 +196,14 @@ def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
 
 
 def _check_same_call(
-    ranks: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor, batch: int, is_causal: bool, *rest: object
+    ranks: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: int,
+    is_causal: bool,
+    powers: Tensor | None,
+    *rest: object,
 ) -> None:
     grad = torch.is_grad_enabled()
     tensors = ", ".join(
@@ -203,4 +213,6 @@ def _check_same_call(
     kind = "causal" if is_causal else "bidirectional"
     form = "packed" if query.dim() == 3 else "padded"
     arguments = f"{kind}, {batch} {form} sequences of {query.dtype}, {tensors}"
+    if powers is not None:
+        arguments += f", with powers{' that need a gradient' * (grad and powers.requires_grad)}"
     check_agreement(ranks, query.device, ", ".join([arguments, *map(str, rest)]))
