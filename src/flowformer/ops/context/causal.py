@@ -52,9 +52,9 @@ def attend(
     """
     if query.shape[2] == 0 and not variant.has_operator:
         # without tokens plain operators have no graph, and the other ranks wait for its backward pass
-        padded = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
+        query, key, value = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
-        result, end = attend(*padded, mask, state, scale, variant, exchange, recurrent, with_end, powers)
+        result, end = attend(query, key, value, mask, state, scale, variant, exchange, recurrent, with_end, powers)
         return result[:, :, :0], end
     first = empty_state(query, value, variant) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
