@@ -265,6 +265,23 @@ def test_a_rounding_of_an_input_is_no_failure(roundings, verdict, monkeypatch):
     assert record["verdict"] == verdict, record["why"]
 
 
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "pass"), (1e-7, "conditioned"), (1e-6, "fail")])
+def test_a_rounding_of_the_sum_in_the_gradient_of_a_softmax_is_no_failure(off, verdict, monkeypatch):
+    """One of five sources takes all, and dÔ is 0: a rounding of Σ c dc is all that is left of it."""
+    case = Case(backend="torch", kind="bidirectional", dtype="float32", dim=96, value_dim=64, heads=1, key_heads=1,
+                sinks=2000, sources=5, grad_layout="constant", amplitude=3.0, variant={"allocation": "none"},
+                gradients="qk", seed=2)  # fmt: skip
+    honest = backends.BACKENDS["torch"]
+
+    def bidirectional(*args):
+        with patch.object(torch.Tensor, "softmax", lambda x, dim: fuzz_checks._RoundedSoftmax.apply(x, dim, off)):
+            return backends.BACKENDS["reference"].bidirectional(*(x.double() for x in args[:3]), *args[3:]).float()
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
+
+
 @pytest.mark.parametrize(("roundings", "verdict"), [(0.0, "pass"), (7.0, "cancelled"), (20.0, "fail")])
 def test_a_gradient_of_which_no_digit_is_left_is_no_failure(roundings, verdict, monkeypatch):
     """One token alone: dQ is the difference of two terms that are equal but for ε, in roundings of which it may err."""

@@ -58,7 +58,8 @@ def check(case: Case, device: str) -> dict[str, Any]:
     - "kink": clamps that differ by a rounding make as much of a difference (a flow near its clamp has a gradient or
       none);
     - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential),
-      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms);
+      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms),
+      or of Σ c dc, which dc cancels where one source takes all;
     - "cancelled": the gradient is a difference of two terms of which no digit is left.
     """
     start = time.perf_counter()
@@ -166,7 +167,9 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
     of_inputs = oracle([rounded(x, rounding) for x in exact], upstream={
         name: rounded(grad.double(), rounding) for name, grad in cotangents.items()
     })  # fmt: skip
-    for others in (of_flows, of_inputs):
+    with patch.object(Tensor, "softmax", lambda x, dim: _RoundedSoftmax.apply(x, dim, off)):
+        of_softmax = oracle(exact)
+    for others in (of_flows, of_inputs, of_softmax):
         if all(excess[name] <= GRADIENT * (others[name] - truths[name]).norm().item() for name in excess):
             return "conditioned"
     if set(excess) <= {"d_query", "d_key"}:
@@ -174,6 +177,23 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
         if all(max(excess[name], truths[name].norm().item()) <= noise[name] for name in excess):
             return "cancelled"
     return None
+
+
+class _RoundedSoftmax(torch.autograd.Function):
+    """A softmax y whose gradient y (dy − Σ y dy) has a sum that is off by a share of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, off: float) -> Tensor:
+        ctx.dim, ctx.off = dim, off
+        result = torch.softmax(x, dim)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        total = (result * grad).sum(ctx.dim, keepdim=True)
+        return result * (grad - total * (1 + ctx.off)), None, None
 
 
 def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapping[str, Tensor]) -> dict[str, float]:
