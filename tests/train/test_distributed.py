@@ -48,6 +48,9 @@ def sharded(model):
 
 
 def work(rank, store, results):
+    import quick_interpreter
+
+    quick_interpreter.install()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     x = batch()[2 * rank : 2 * rank + 2]
