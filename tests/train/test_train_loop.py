@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forks import FORKS
 from helpers import ROOT
 from tiny_training import CONFIG, SERIES, losses, random_cases
 
@@ -217,11 +218,6 @@ class TestResume:
     def test_keeps_the_newest_checkpoints_only(self, finished):
         names = sorted(path.name for path in (finished[0] / "checkpoints").iterdir())
         assert names == ["step-00000020", "step-00000024"]
-
-
-# imports once: each process it starts is a copy of it, as fresh as a program of its own
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["flowformer.train.loop", "tiny_training"])
 
 
 def run_alone(folder, changes):
