@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_training import CONFIG, losses, random_cases
 
 from flowformer.data import DataInfo, Splits
@@ -83,18 +82,3 @@ def test_language_scores_each_token_once():
     }
     assert task._targets(batch).tolist() == [[-100, -100, 4], [6, 7, -100]]
     assert task.count(batch) == 3
-
-
-def test_accuracies_are_of_all_batches():
-    """The labels have ranks 0, 2 and 4 in a batch, then 5, and one is the second of equal scores."""
-    task = tasks.get("series")
-    metrics = task.metrics(replace(CONFIG, model=replace(CONFIG.model, num_classes=101)))
-    scores = -torch.arange(101.0).expand(5, -1).clone()
-    scores[4, :2] = 0.0
-    labels = torch.tensor([0, 2, 4, 5, 1])
-    for rows in (slice(0, 3), slice(3, 5)):
-        task.update(metrics, scores[rows], {"label": labels[rows]})
-    found = {name: metric.compute().item() for name, metric in metrics.items()}
-    assert found["accuracy"] == pytest.approx(1 / 5)
-    assert found["top5"] == pytest.approx(4 / 5)
-    assert found["loss"] == pytest.approx(F.cross_entropy(scores, labels).item())

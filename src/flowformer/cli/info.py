@@ -56,7 +56,7 @@ def env(as_json: Json = False) -> None:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-    for package in ("torch", "triton", "accelerate", "transformers", "timm", "aeon", "gymnasium"):
+    for package in ("torch", "triton", "accelerate", "torchmetrics", "transformers", "timm", "aeon", "gymnasium"):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import reduce
 from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
 
 from .._utils import check_choice
 from ..data import DataInfo, Splits
@@ -98,7 +99,7 @@ class Task:
         """
         return None
 
-    def metrics(self, config: TrainConfig) -> dict[str, _Mean]:
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
         """What `update` feeds and an evaluation computes."""
         raise NotImplementedError
 
@@ -106,7 +107,7 @@ class Task:
         """What `update` needs of the model."""
         raise NotImplementedError
 
-    def update(self, metrics: dict[str, _Mean], predicted: Tensor, batch: Batch) -> None:
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
         raise NotImplementedError
 
     def tokens(self, batch: Batch) -> int | Tensor:
@@ -134,17 +135,17 @@ class Classification(Task):
         logits = model(*self.arguments(batch))
         return F.cross_entropy(logits.float(), label, reduction="sum", label_smoothing=smoothing)
 
-    def metrics(self, config: TrainConfig) -> dict[str, _Mean]:
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
         classes = config.model.num_classes  # type: ignore[union-attr]  # the task's models have it
-        metrics = {"accuracy": _Accuracy(), "loss": _Mean()}
+        metrics: dict[str, Metric] = {"accuracy": _accuracy(classes), "loss": _Mean()}
         if classes > 100:
-            metrics["top5"] = _Accuracy(top_k=5)
+            metrics["top5"] = _accuracy(classes, top_k=5)
         return metrics
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
         return model(*self.arguments(batch)).float()
 
-    def update(self, metrics: dict[str, _Mean], predicted: Tensor, batch: Batch) -> None:
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
         label = batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
@@ -161,6 +162,11 @@ class Classification(Task):
         return super().tokens(batch)
 
 
+def _accuracy(classes: int, top_k: int = 1) -> Metric:
+    # validating each batch would synchronise the device
+    return MulticlassAccuracy(classes, top_k=top_k, average="micro", validate_args=False)
+
+
 class LanguageModelling(Task):
     """The next token after each token; perplexity is per token, bits per token is the same in other units."""
 
@@ -170,13 +176,13 @@ class LanguageModelling(Task):
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
         return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
 
-    def metrics(self, config: TrainConfig) -> dict[str, _Mean]:
+    def metrics(self, config: TrainConfig) -> dict[str, Metric]:
         return {"loss": _Mean(), "bits": _Mean(), "perplexity": _Perplexity()}
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
         return model.loss(batch["tokens"][:, :-1], self._targets(batch), reduction="sum")
 
-    def update(self, metrics: dict[str, _Mean], predicted: Tensor, batch: Batch) -> None:
+    def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
         count = self.count(batch)
         metrics["loss"].update(predicted, count)
         metrics["bits"].update(predicted / math.log(2), count)
@@ -194,10 +200,10 @@ class LanguageModelling(Task):
         return targets
 
 
-class _Mean(nn.Module):
+class _Mean(Metric):
     """A sum over a count, over all batches and ranks.
 
-    Not torchmetrics: its import takes longer than that of torch, since it imports what else is installed.
+    torchmetrics.MeanMetric looks for NaN in each batch, which synchronises the device.
     """
 
     total: Tensor
@@ -206,28 +212,14 @@ class _Mean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in ("total", "count"):
-            self.register_buffer(name, torch.zeros(()))
+            self.add_state(name, torch.zeros(()), "sum")
 
     def update(self, total: Tensor, count: Tensor | int) -> None:
         self.total += total
         self.count += count
 
     def compute(self) -> Tensor:
-        total, count = reduce(torch.stack([self.total, self.count]), "sum")
-        return total / count
-
-
-class _Accuracy(_Mean):
-    """The share of examples whose label is among the highest scores."""
-
-    def __init__(self, top_k: int = 1) -> None:
-        super().__init__()
-        self.top_k = top_k
-
-    def update(self, scores: Tensor, label: Tensor) -> None:  # type: ignore[override]  # the scores, not their sum
-        # of equal scores, argmax takes the first
-        best = scores.argmax(-1, keepdim=True) if self.top_k == 1 else scores.topk(self.top_k).indices
-        super().update((best == label[:, None]).sum(), len(label))
+        return self.total / self.count
 
 
 class _Perplexity(_Mean):
