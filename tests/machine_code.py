@@ -2,8 +2,9 @@
 
     python tests/machine_code.py --calls 20 --seed 0
 
-Two things that no interpreter shows: whether a kernel fits into shared memory, and whether its SASS reads a uniform
-register that nothing has written, as ptxas 12.8 (Triton 3.6) makes some wgmma do. Needs Triton with its cuobjdump.
+What no interpreter shows: whether a kernel fits into shared memory, whether its SASS reads a uniform register that
+nothing has written, as ptxas 12.8 (Triton 3.6) makes some wgmma do, and whether its parameters are those that are
+replayed. Needs Triton with its cuobjdump.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 from flowformer import FlowVariant
-from flowformer.ops.triton import launch
+from flowformer.ops.triton import launch, replay
 from flowformer.ops.triton.bidirectional.plan import BidirectionalPlan
 from flowformer.ops.triton.causal.plan import CausalPlan
 
@@ -201,7 +202,7 @@ def _flat(sizes: list[int]) -> torch.Tensor:
 
 def faults(kernel: launch.Kernel, wgmma: bool) -> Iterator[str]:
     tensors = [None if x is None else MockTensor(x.tensor.dtype) for x in kernel.arguments]
-    options = {**kernel.constants, "num_warps": kernel.warps, "grid": kernel.grid}
+    options = {**launch._options(kernel), "grid": kernel.grid}
     if wgmma:
         compiled = kernel.function.warmup(*tensors, *kernel.numbers, **options)
     else:
@@ -211,6 +212,8 @@ def faults(kernel: launch.Kernel, wgmma: bool) -> Iterator[str]:
         yield f"needs {compiled.metadata.shared} bytes of shared memory"
     for line in reads_unwritten(compiled.asm["sass"]):
         yield f"reads a register that nothing wrote: {line}"
+    if replay.describe(kernel, compiled) is None:
+        yield f"has parameters that cannot be replayed: {replay.ptx_parameters(compiled.asm['ptx'])}"
 
 
 def main() -> int:
