@@ -12,9 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..common import VARIANT
+from ..variant import FlowVariant
 from .launch import Launches
 
 PLAN_CACHE_SIZE = 512
+OPTIONS = f"{VARIANT}, bool renormalize"
 
 Signatures = tuple[Any, ...]  # of `signature`: a tuple for each tensor, None for one that was not passed
 
@@ -26,6 +29,18 @@ class Tuning(NamedTuple):
     stages: int  # blocks of tokens in the software pipeline
     block: int = 0  # tokens at once; causal kernels of one head all take `Config.chunk`
     eye: bool = True  # whether tokens enter through a product with the identity, see `blocks.load_features`
+
+
+Options = tuple[Any, ...]  # of `options_of`: the scale, then the fields of a FlowVariant
+
+
+def options_of(scale: float, variant: FlowVariant) -> Options:
+    """The plain arguments that end the schema of every operator here: `OPTIONS`."""
+    return scale, *variant.as_args(), variant.renormalize
+
+
+def variant_of(options: Options) -> FlowVariant:
+    return FlowVariant(*options[1:-1], renormalize=options[-1])
 
 
 class Plan:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, Mask, differentiate, distinct, empty_result, register
+from ...common import VARIANT, Mask, Powers, differentiate, distinct, empty_result, register
 from ...variant import FlowVariant
 from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
@@ -23,14 +23,29 @@ from .plan import BidirectionalPlan, kept_sizes
 
 
 def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """R, (B, H, N, E), in the memory order of the query; see `flow_attention`."""
     longest = max(query.shape[2], key.shape[2])
     return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
     """R of packed sequences, (T, H, E); see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant)

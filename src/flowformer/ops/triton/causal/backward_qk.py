@@ -14,6 +14,7 @@ from ..features import centred_feature, feature_gradient
 from ..launch import kernel
 from ..precision import dot, dot_nt, operand, truncate
 from .chunks import (
+    competing_gradient,
     inside_of,
     load_count,
     load_features,
@@ -32,10 +33,12 @@ from .chunks import (
     triangle,
 )
 from .planes import (
+    AFTER_COMPETING_SUM,
     AFTER_CONSERVED_KEY_SUM,
     AFTER_CONSERVED_QUERY_SUM,
     AFTER_KEY_SUM,
     AFTER_QUERY_SUM,
+    COMPETING_SUM,
     CONSERVED_KEY_SUM,
     CONSERVED_QUERY_SUM,
     GRAD_CONSERVED_INCOMING,
@@ -59,8 +62,8 @@ def gradient_kernel(
     plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, CENTRE: tl.constexpr,
-    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr,
+    REVERSE: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in REVERSE dK, from right to left with dS.
 
@@ -74,7 +77,10 @@ def gradient_kernel(
     In the C × C tiles, row i is the token whose gradient it is, column j one it is paired with. RAISED says that the
     features are precise enough for the ε of tokens of the same chunk to matter.
 
-    BALANCE: the gradient of q through I cancels most of the gradient through S. R is rounded, so ⟨dR, R⟩ differs from
+    To RENORMALIZE, the part of a sink in Σ c k of sources up to it is one more outer product, dW (Σ c k + ε), and so is
+    that of a source in W of later sinks, c d(Σ c k).
+
+    BALANCE: the gradient of q through I, to RENORMALIZE through W, cancels most of the gradient through S. R is rounded, so ⟨dR, R⟩ differs from
     the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore computed again, by this
     program if it holds all features ("own"), or by a launch that does nothing else ("measure") before the one that
     uses it ("measured"). "none" where nothing is rounded.
@@ -104,8 +110,9 @@ def gradient_kernel(
     count = load_count(p_state_scalars)
     columns, tokens = tile * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, C)
     index = row * segments + segment
-    p_sums += index * (size // C) * (4 * D)
-    p_after += index * (size // C) * (4 * D)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
+    p_sums += index * (size // C) * (SUMS * D)
+    p_after += index * (size // C) * (SUMS * D)
     b_lower = triangle(C, False)
     b_memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if p_memories is not None:
@@ -129,11 +136,11 @@ def gradient_kernel(
     AFTER_OWN_CONSERVED: tl.constexpr = AFTER_CONSERVED_KEY_SUM if REVERSE else AFTER_CONSERVED_QUERY_SUM
     OTHER_SUM: tl.constexpr = QUERY_SUM if REVERSE else KEY_SUM
     OTHER_CONSERVED_SUM: tl.constexpr = CONSERVED_QUERY_SUM if REVERSE else CONSERVED_KEY_SUM
-    later = load_vector(p_grad_sums, row * 4 + OWN_SUM, columns, D)
+    later = load_vector(p_grad_sums, row * SUMS + OWN_SUM, columns, D)
     later += sum_segments(p_partial, segment + 1, segments, segments, columns, OWN_SUM, D)
     if segment == 0:
         grad_sum = load_vector(p_partial, index * 2 + OWN_SUM, columns, D)
-        store_vector(p_start_sums, row * 4 + OWN_SUM, columns, later + grad_sum, D)
+        store_vector(p_start_sums, row * SUMS + OWN_SUM, columns, later + grad_sum, D)
 
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
@@ -155,7 +162,7 @@ def gradient_kernel(
         b_left = operand(load_rows(p_left, base, rows, left_token, keep, p_positions, 0, E, BLOCK_E), PRECISION)
         b_right = load_rows(p_right, base, rows, right_token, keep, p_positions, 0, E, BLOCK_E).to(tl.float32)
         p_flow, p_grad_flow, inside = p_flows + base + tokens, p_grads + base + tokens, inside_of(tokens, base, last)
-        take, give = load_weights(p_flow, plane, keep)
+        take, give = load_weights(p_flow, plane, keep, RENORMALIZE)
         if REVERSE:
             take, give = give, take
         inverse = tl.load(p_flow + OWN_INVERSE * plane, mask=inside, other=0.0)
@@ -165,11 +172,16 @@ def gradient_kernel(
         conserved = tl.load(p_grad_flow + OWN_CONSERVED * plane, mask=inside, other=0.0)
         other_conserved = materialize(tl.load(p_grad_flow + OTHER_CONSERVED * plane, mask=inside, other=0.0))
         # needed last, but loaded here: the compiler moves no load across the barriers of the products
-        before = load_vector(p_sums, chunk * 4 + OTHER_SUM, columns, D)
-        before_conserved = load_vector(p_sums, chunk * 4 + OTHER_CONSERVED_SUM, columns, D)
-        after_sum = later + load_vector(p_after, chunk * 4 + AFTER_OWN, columns, D)
-        after_conserved = load_vector(p_after, chunk * 4 + AFTER_OWN_CONSERVED, columns, D)
-        if BALANCE != "none":
+        before = load_vector(p_sums, chunk * SUMS + OTHER_SUM, columns, D)
+        before_conserved = load_vector(p_sums, chunk * SUMS + OTHER_CONSERVED_SUM, columns, D)
+        after_sum = later + load_vector(p_after, chunk * SUMS + AFTER_OWN, columns, D)
+        after_conserved = load_vector(p_after, chunk * SUMS + AFTER_OWN_CONSERVED, columns, D)
+        if RENORMALIZE:
+            if REVERSE:
+                competing_sum = load_vector(p_after, chunk * SUMS + AFTER_COMPETING_SUM, columns, D)
+            else:
+                competing_sum = load_vector(p_sums, chunk * SUMS + COMPETING_SUM, columns, D)
+        if BALANCE != "none" or RENORMALIZE:
             overlap = load_tiles(p_grad_flow + GRAD_PLANES * plane, plane, keep, TILES)
 
         b_given = operand(b_right * give[:, None], PRECISION)
@@ -197,7 +209,10 @@ def gradient_kernel(
                 if BALANCE == "measure":
                     tl.store(p_grad_flow + (MEASURED + tile) * plane, projection, mask=inside)
                 elif BALANCE != "none":
-                    flow -= (projection - overlap) * inverse / position
+                    if RENORMALIZE:
+                        overlap = projection
+                    else:
+                        flow -= (projection - overlap) * inverse / position
         b_from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             b_from_later += b_products
@@ -207,16 +222,26 @@ def gradient_kernel(
         else:
             # a row loaded again after the last token is never earlier than a token that is stored
             b_from_earlier += flow[:, None]
+        if RENORMALIZE:
+            grad_competing = competing_gradient(p_flow, plane, keep, overlap)
+            if REVERSE:
+                b_from_later += take[:, None] * materialize(grad_competing)[None, :]
+            else:
+                b_from_earlier += grad_competing[:, None] * materialize(give)[None, :]
         b_weights = tl.where(tokens[:, None] == tokens[None, :], b_from_later + b_from_earlier, b_from_later)
         b_weights = tl.where(tokens[:, None] > tokens[None, :], b_from_earlier, b_weights)
         b_gradient = dot(operand(b_weights, PRECISION), b_other, b_gradient, PRECISION)
         if RAISED:
             eps_weight = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
+            if RENORMALIZE and REVERSE:
+                eps_weight += take * tl.cumsum(grad_competing, 0, reverse=True)
             b_gradient += eps * eps_weight[:, None]
         b_gradient += (
             flow[:, None] * materialize(before)[None, :] + conserved[:, None] * materialize(before_conserved)[None, :]
         )
         b_gradient += inverse[:, None] * materialize(after_conserved)[None, :] + materialize(after_sum)[None, :]
+        if RENORMALIZE:
+            b_gradient += (take if REVERSE else grad_competing)[:, None] * materialize(competing_sum)[None, :]
         if CENTRE != 0:
             projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
             TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

@@ -16,8 +16,10 @@ from .planes import (
     COMPETITION_WEIGHT,
     CONSERVED_OUTGOING,
     COUNT,
+    INVERSE_COMPETING,
     LOG_OUTGOING,
     RECEIVED,
+    RENORMALIZED_RECEIVED,
     STATE_LOG_INCOMING,
     STATE_LOG_OUTGOING,
 )
@@ -54,6 +56,17 @@ def load_log(p_scalars, WHICH: tl.constexpr):
         p_scalars += tl.program_id(0).to(tl.int64) * 3
         log = tl.where(tl.load(p_scalars + COUNT) > 0, tl.load(p_scalars + WHICH), LOG_ZERO)
     return log
+
+
+@triton.jit
+def load_powers(p_powers, heads):
+    """The exponents τ of the competition and γ of the allocation of this head; None without powers."""
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        head = tl.program_id(0) % heads
+        tau, gamma = tl.load(p_powers + head), tl.load(p_powers + heads + head)
+    return tau, gamma
 
 
 @triton.jit
@@ -139,14 +152,16 @@ def store_vector(p_x, index, columns, vector, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def sum_segments(p_partial, first, stop, segments, columns, WHICH: tl.constexpr, WIDTH: tl.constexpr):
-    """Σ of the vectors WHICH of the segments first … stop − 1 of this head; partial is (B·H, T, 2, WIDTH)."""
+def sum_segments(
+    p_partial, first, stop, segments, columns, WHICH: tl.constexpr, WIDTH: tl.constexpr, VECTORS: tl.constexpr = 2
+):
+    """Σ of the vectors WHICH of the segments first … stop − 1 of this head; partial is (B·H, T, VECTORS, WIDTH)."""
     total = tl.zeros(columns.shape, tl.float32)
-    p_first = p_partial + (tl.program_id(0).to(tl.int64) * segments * 2 + WHICH) * WIDTH
+    p_first = p_partial + (tl.program_id(0).to(tl.int64) * segments * VECTORS + WHICH) * WIDTH
     for begin in range(first, stop, 16):
         each = begin + tl.arange(0, 16)
         mask = (each < stop)[:, None] & (columns < WIDTH)[None, :]
-        total += tl.sum(tl.load(p_first + each[:, None] * (2 * WIDTH) + columns[None, :], mask=mask, other=0.0), 0)
+        total += tl.sum(tl.load(p_first + each[:, None] * (VECTORS * WIDTH) + columns[None, :], mask=mask, other=0.0), 0)
     return total
 
 
@@ -197,9 +212,18 @@ def mask_triangle(b_x, b_triangle, FAST: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr):
-    """log Σ exp(Ô) from the start of the segment up to each token, and up to the last."""
-    flow = tl.where(keep, clamped(conserved_outgoing, -clamp, clamp), LOG_ZERO)
+def competing_flow(conserved_outgoing, clamp, tau):
+    """τ Ô after the clamp."""
+    flow = clamped(conserved_outgoing, -clamp, clamp)
+    if tau is not None:
+        flow *= tau
+    return flow
+
+
+@triton.jit
+def running_log_sum(conserved_outgoing, keep, log_sum, clamp, tau, FAST: tl.constexpr):
+    """log Σ exp(τ Ô) from the start of the segment up to each token, and up to the last."""
+    flow = tl.where(keep, competing_flow(conserved_outgoing, clamp, tau), LOG_ZERO)
     log = tl.associative_scan(flow, 0, fast_log_add) if FAST else tl.associative_scan(flow, 0, log_add)
     log = add_logs(log, log_sum, FAST)
     # it never falls, so the largest is the last
@@ -207,11 +231,13 @@ def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr
 
 
 @triton.jit
-def compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr):
+def compute_competition(
+    p_flow, plane, keep, position, log_start, clamp, tau, FAST: tl.constexpr, COMPETITION: tl.constexpr
+):
     """c of each source, 0 where masked; p_flow points to the tokens in the first plane of `flows`."""
     competition = tl.zeros(keep.shape, tl.float32) + 1.0
     if COMPETITION != "none":
-        flow = clamped(tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), -clamp, clamp)
+        flow = competing_flow(tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp, tau)
         if COMPETITION == "softmax":
             log = tl.load(p_flow + LOG_OUTGOING * plane, mask=keep, other=0.0)
             competition = position * tl.exp(flow - add_logs(log_start, log, FAST))
@@ -230,10 +256,17 @@ def load_tiles(p_plane, plane, mask, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_weights(p_flow, plane, keep):
-    """α/(I·D) and c, as the forward pass has stored them; 0 where masked."""
-    received = tl.load(p_flow + RECEIVED * plane, mask=keep, other=0.0)
+def load_weights(p_flow, plane, keep, RENORMALIZE: tl.constexpr):
+    """α/(I·D), or α/W, and c, as the forward pass has stored them; 0 where masked."""
+    WHICH: tl.constexpr = RENORMALIZED_RECEIVED if RENORMALIZE else RECEIVED
+    received = tl.load(p_flow + WHICH * plane, mask=keep, other=0.0)
     return received, tl.load(p_flow + COMPETITION_WEIGHT * plane, mask=keep, other=0.0)
+
+
+@triton.jit
+def competing_gradient(p_flow, plane, keep, overlap):
+    """dW = −⟨dR, R⟩/W, 0 where masked."""
+    return -overlap * tl.load(p_flow + INVERSE_COMPETING * plane, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -249,11 +282,21 @@ def combine_decay(later_log, later_sum, log, sum):
 
 
 @triton.jit
-def allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
-    """α/(I·D) and (1 − α)/D, 0 where masked; `inverse_position` is 1/D."""
-    received, declined = inverse_in * inverse_position, tl.zeros(inverse_position.shape, tl.float32)
+def allocation_weights(
+    inverse_in, conserved_in, keep, inverse_position, gamma,
+    FAST: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """α/(I·D), to RENORMALIZE α alone, and (1 − σ(Î))/D, 0 where masked; `inverse_position` is 1/D."""
+    declined = tl.zeros(inverse_position.shape, tl.float32)
+    if RENORMALIZE:
+        received = tl.where(keep, 1.0, 0.0)
+    else:
+        received = inverse_in * inverse_position
     if ALLOCATION:
-        received *= sigmoid(conserved_in, FAST)
+        allocation = sigmoid(conserved_in, FAST)
+        if gamma is not None:
+            allocation = tl.exp(gamma * tl.log(allocation))
+        received *= allocation
         declined += tl.where(keep, sigmoid(-conserved_in, FAST) * inverse_position, 0.0)
     return received, declined
 
