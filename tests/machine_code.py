@@ -182,7 +182,7 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
         backward = *inputs, result, None, None, result, kept, *outs
         described = [*plan.forward(*launch.arguments(forward)), *plan.backward(*launch.arguments(backward))]
         return words, plan.launches._wgmma, described
-    extras = mask, mask, bounds, bounds
+    extras = mask, mask, bounds, bounds, powers
     precision = "ieee" if dtype == torch.float32 else None
 
     def plan_of(*tensors: torch.Tensor) -> BidirectionalPlan:

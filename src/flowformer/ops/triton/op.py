@@ -45,8 +45,6 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         reasons.append(f"head dimensions {dims[0]} and {dims[1]} (the kernels take 1 to {largest} on this device)")
     if variant.competitors == "heads" or variant.feature_map == "relu+eps":
         reasons.append('the kernels have no competitors="heads" and no feature_map="relu+eps"')
-    if variant.renormalize and not is_causal:
-        reasons.append("renormalize=True of bidirectional attention (the kernels divide by I)")
     if variant.allocation == "softmax":
         reasons.append(
             'allocation="softmax" (its normaliser over the sinks would take one more pass, forward and backward; the '

@@ -13,16 +13,15 @@ import triton.language as tl
 
 from ..launch import kernel
 from ..numerics import clamped
+from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt
 from .chunks import (
     combine_decay,
-    competing_flow,
     competing_gradient,
     decay,
     inside_of,
     load_count,
     load_features,
-    load_powers,
     load_tiles,
     load_vector,
     locate,
@@ -135,7 +134,10 @@ def flow_gradient_kernel(
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     b_upper = tokens[:, None] <= tokens[None, :]
     index = row * segments + segment
-    tau, gamma = load_powers(p_powers, heads)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
     SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     p_after += index * (size // C) * (SUMS * D)
     none = tl.zeros([BLOCK_D], tl.float32)

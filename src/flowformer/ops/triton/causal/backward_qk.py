@@ -80,10 +80,10 @@ def gradient_kernel(
     To RENORMALIZE, the part of a sink in Σ c k of sources up to it is one more outer product, dW (Σ c k + ε), and so is
     that of a source in W of later sinks, c d(Σ c k).
 
-    BALANCE: the gradient of q through I, to RENORMALIZE through W, cancels most of the gradient through S. R is rounded, so ⟨dR, R⟩ differs from
-    the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore computed again, by this
-    program if it holds all features ("own"), or by a launch that does nothing else ("measure") before the one that
-    uses it ("measured"). "none" where nothing is rounded.
+    BALANCE: the gradient of q through I, to RENORMALIZE through W, cancels most of the gradient through S. R is rounded,
+    so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
+    computed again, by this program if it holds all features ("own"), or by a launch that does nothing else ("measure")
+    before the one that uses it ("measured"). "none" where nothing is rounded.
 
     CENTRE: without an allocation R does not change when q is scaled, so ⟨q, dq⟩ = 0. Where inputs are small, φ is
     nearly φ(0) in all features, and dq is a small remainder of large terms. CENTRE is then φ(0), otherwise 0: products

@@ -18,17 +18,16 @@ import triton.language as tl
 
 from ..launch import kernel
 from ..numerics import add_logs, clamped, sigmoid
+from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     combine_decay,
-    competing_flow,
     competing_gradient,
     decay,
     inside_of,
     load_count,
     load_features,
     load_memory,
-    load_powers,
     load_rows,
     load_vector,
     load_weights,
@@ -94,7 +93,9 @@ def grad_memory_kernel(
     b_memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     b_sums, all_in = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32)
     all_competing = tl.zeros([C], tl.float32)
-    _, gamma = load_powers(p_powers, heads)
+    gamma = None
+    if p_powers is not None:
+        gamma = load_gamma(p_powers, head, heads)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         rows, keep, _ = locate_chunk(p_positions, batch, length, base, tokens, start, last, 0.0)
@@ -169,7 +170,9 @@ def value_gradient_kernel(
     p_flows += (batch * heads + head) * length
     p_grads += (batch * heads + head) * length
     count, tokens = load_count(p_state_scalars), tl.arange(0, C)
-    tau, _ = load_powers(p_powers, heads)
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
     p_logs += row * (segments + 1) + segment
     log_start, log_end = tl.load(p_logs), tl.load(p_logs + 1)
     later, log_later = 0.0, log_end

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ..features import rounded_features
-from ..numerics import LOG_ZERO, add_logs, clamped, fast_log_add, log_add, sigmoid
+from ..numerics import LOG_ZERO, add_logs, fast_log_add, log_add, sigmoid
+from ..powers import competing_flow, raised_allocation
 from ..precision import dot_nn, operand
 from .columns import operand_columns, pick
 from .planes import (
@@ -56,17 +57,6 @@ def load_log(p_scalars, WHICH: tl.constexpr):
         p_scalars += tl.program_id(0).to(tl.int64) * 3
         log = tl.where(tl.load(p_scalars + COUNT) > 0, tl.load(p_scalars + WHICH), LOG_ZERO)
     return log
-
-
-@triton.jit
-def load_powers(p_powers, heads):
-    """The exponents τ of the competition and γ of the allocation of this head; None without powers."""
-    tau = None
-    gamma = None
-    if p_powers is not None:
-        head = tl.program_id(0) % heads
-        tau, gamma = tl.load(p_powers + head), tl.load(p_powers + heads + head)
-    return tau, gamma
 
 
 @triton.jit
@@ -161,7 +151,9 @@ def sum_segments(
     for begin in range(first, stop, 16):
         each = begin + tl.arange(0, 16)
         mask = (each < stop)[:, None] & (columns < WIDTH)[None, :]
-        total += tl.sum(tl.load(p_first + each[:, None] * (VECTORS * WIDTH) + columns[None, :], mask=mask, other=0.0), 0)
+        total += tl.sum(
+            tl.load(p_first + each[:, None] * (VECTORS * WIDTH) + columns[None, :], mask=mask, other=0.0), 0
+        )
     return total
 
 
@@ -209,15 +201,6 @@ def mask_triangle(b_x, b_triangle, FAST: tl.constexpr, PRECISION: tl.constexpr):
             "and.b32 $0, $1, $2;", "=r,r,r", [b_x.to(tl.bfloat16), b_triangle], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     return operand(tl.where(b_triangle != 0, b_x, 0.0), PRECISION)
-
-
-@triton.jit
-def competing_flow(conserved_outgoing, clamp, tau):
-    """τ Ô after the clamp."""
-    flow = clamped(conserved_outgoing, -clamp, clamp)
-    if tau is not None:
-        flow *= tau
-    return flow
 
 
 @triton.jit
@@ -288,15 +271,9 @@ def allocation_weights(
 ):  # fmt: skip
     """α/(I·D), to RENORMALIZE α alone, and (1 − σ(Î))/D, 0 where masked; `inverse_position` is 1/D."""
     declined = tl.zeros(inverse_position.shape, tl.float32)
-    if RENORMALIZE:
-        received = tl.where(keep, 1.0, 0.0)
-    else:
-        received = inverse_in * inverse_position
+    received = tl.where(keep, 1.0, 0.0) if RENORMALIZE else inverse_in * inverse_position
     if ALLOCATION:
-        allocation = sigmoid(conserved_in, FAST)
-        if gamma is not None:
-            allocation = tl.exp(gamma * tl.log(allocation))
-        received *= allocation
+        received *= raised_allocation(sigmoid(conserved_in, FAST), gamma)
         declined += tl.where(keep, sigmoid(-conserved_in, FAST) * inverse_position, 0.0)
     return received, declined
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
+from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     allocation_weights,
@@ -26,7 +27,6 @@ from .chunks import (
     load_count,
     load_features,
     load_log,
-    load_powers,
     load_vector,
     locate,
     locate_chunk,
@@ -124,7 +124,10 @@ def flows_kernel(
     p_key += (batch * k_batch + head // shared * k_head) * ALIGN
     p_flows += (batch * heads + head) * length
     count = load_count(p_state_scalars)
-    tau, gamma = load_powers(p_powers, heads)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
     SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     b_lower = tokens[:, None] >= tokens[None, :]
@@ -267,7 +270,9 @@ def conserve_kernel(
     p_flows += (batch * heads + head) * length
     p_local_flows += (batch * heads + head) * length + plane
     count = load_count(p_state_scalars)
-    tau, _ = load_powers(p_powers, heads)
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
     SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     # two chunks at a time: there is little to do for a token but the scan
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, 2 * C)

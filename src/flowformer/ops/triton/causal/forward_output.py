@@ -10,6 +10,7 @@ import triton.language as tl
 from ..features import centred_feature
 from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
+from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     allocation_weights,
@@ -20,7 +21,6 @@ from .chunks import (
     load_features,
     load_log,
     load_memory,
-    load_powers,
     load_rows,
     load_vector,
     locate,
@@ -92,7 +92,9 @@ def memory_kernel(
                 COMPETITION,
             )  # fmt: skip
     count, tokens = load_count(p_state_scalars), tl.arange(0, C)
-    tau, _ = load_powers(p_powers, heads)
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
     b_memory, common_row = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
     if RENORMALIZE:
         b_sums, common, none = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
@@ -121,10 +123,9 @@ def memory_kernel(
     if CENTRE != 0:
         b_memory += common_row[None, :]
     store_memory(p_partial + (row * segments + segment) * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
-    if RENORMALIZE:
-        if tile == 0:
-            competing_sum = pick(b_sums, 0) + tl.sum(common, 0)
-            store_vector(p_competing, row * segments + segment, tl.arange(0, BLOCK_D), competing_sum, D)
+    if RENORMALIZE and tile == 0:
+        competing_sum = pick(b_sums, 0) + tl.sum(common, 0)
+        store_vector(p_competing, row * segments + segment, tl.arange(0, BLOCK_D), competing_sum, D)
 
 
 @kernel
@@ -189,7 +190,10 @@ def output_kernel(
     p_memories += (row * segments + segment) * (D * E)
     count, tokens = load_count(p_state_scalars), tl.arange(0, C)
     log_start = tl.load(p_logs + row * (segments + 1) + segment)
-    tau, gamma = load_powers(p_powers, heads)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
     SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     columns = tl.arange(0, BLOCK_D)
     if SPLIT:
@@ -271,6 +275,5 @@ def output_kernel(
         b_memory = dot(tl.trans(b_key), b_competing, b_memory, PRECISION)
     if not SPLIT:
         store_memory(p_end_memory + row * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
-    if RENORMALIZE:
-        if (segment == segments - 1) & (tile == 0):
-            store_vector(p_end_sums, row * SUMS + COMPETING_SUM, columns, pick(b_sums, 0) - eps_row, D)
+    if RENORMALIZE and (segment == segments - 1) & (tile == 0):
+        store_vector(p_end_sums, row * SUMS + COMPETING_SUM, columns, pick(b_sums, 0) - eps_row, D)

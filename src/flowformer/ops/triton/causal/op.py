@@ -274,9 +274,7 @@ def _empty_outputs(
     return empty_result(query, value_dim), end, kept
 
 
-def _empty_start(
-    query: Tensor, value: Tensor, bounds: Bounds, longest: int, powers: Powers, options: Any
-) -> Tensor:
+def _empty_start(query: Tensor, value: Tensor, bounds: Bounds, longest: int, powers: Powers, options: Any) -> Tensor:
     """The gradients of the first state and of the powers, uninitialised."""
     rows, sums = query.shape[1] * _sequences(query, bounds), num_sums(variant_of(options))
     segments = segment_count(rows, longest, query.device)
@@ -327,8 +325,8 @@ register(
     _fake_forward,
 )
 register(
-    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? powers, Tensor? scalars, "
-    f"Tensor result, Tensor kept, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? powers, "
+    f"Tensor? scalars, Tensor result, Tensor kept, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )
