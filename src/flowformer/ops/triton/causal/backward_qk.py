@@ -8,6 +8,7 @@ Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. M
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from ..features import centred_feature, feature_gradient
@@ -53,6 +54,25 @@ from .planes import (
 )
 
 
+@triton.jit
+def _without_common(
+    b_gradient, b_phi, p_measured, plane, tile, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BALANCE: tl.constexpr
+):
+    """A gradient dq with ⟨q, dq⟩ = 0, from one in which a number common to all features is missing."""
+    projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
+    TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    if BALANCE == "measure":
+        tl.store(p_measured + tile * plane, projection, mask=inside)
+        tl.store(p_measured + (TILES_D + tile) * plane, total, mask=inside)
+    else:
+        if BALANCE == "measured":
+            projection = load_tiles(p_measured, plane, inside, TILES_D)
+            total = load_tiles(p_measured + TILES_D * plane, plane, inside, TILES_D)
+        # saturated features may all be 0, and so are then their gradients
+        b_gradient -= (projection / tl.maximum(total, 1e-20))[:, None]
+    return b_gradient
+
+
 @kernel
 def gradient_kernel(
     p_own, p_other, p_left, p_right, p_grad_own, p_positions, p_bounds, p_state_scalars, p_grad_sums, p_flows, p_grads,
@@ -80,14 +100,16 @@ def gradient_kernel(
     To RENORMALIZE, the part of a sink in Σ c k of sources up to it is one more outer product, dW (Σ c k + ε), and so is
     that of a source in W of later sinks, c d(Σ c k).
 
-    BALANCE: the gradient of q through I, to RENORMALIZE through W, cancels most of the gradient through S. R is rounded,
+    BALANCE: the gradient of q through I, or W to RENORMALIZE, cancels most of the gradient through S. R is rounded,
     so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
     computed again, by this program if it holds all features ("own"), or by a launch that does nothing else ("measure")
     before the one that uses it ("measured"). "none" where nothing is rounded.
 
     CENTRE: without an allocation R does not change when q is scaled, so ⟨q, dq⟩ = 0. Where inputs are small, φ is
     nearly φ(0) in all features, and dq is a small remainder of large terms. CENTRE is then φ(0), otherwise 0: products
-    take φ − φ(0), which loses nothing in bfloat16, and ⟨q, dq⟩ = 0 determines what is common to all features.
+    take φ − φ(0), which loses nothing in bfloat16, and ⟨q, dq⟩ = 0 determines what is common to all features. To
+    RENORMALIZE, this holds of the gradient through S and W by itself, with or without an allocation; what is common to
+    the features in the rest is added.
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
     own_token = D if DENSE else own_token * ALIGN
@@ -186,6 +208,9 @@ def gradient_kernel(
 
         b_given = operand(b_right * give[:, None], PRECISION)
         b_products = dot_nt(b_left, b_given, PRECISION) * take[:, None]
+        if RENORMALIZE and CENTRE != 0:
+            grad_competing = competing_gradient(p_flow, plane, keep, overlap)
+            b_products += grad_competing[:, None] * materialize(give)[None, :]
         b_high = b_memory
         if SPLIT_OPERANDS:
             b_high = truncate(b_memory)
@@ -213,6 +238,11 @@ def gradient_kernel(
                         overlap = projection
                     else:
                         flow -= (projection - overlap) * inverse / position
+            elif RENORMALIZE:
+                b_gradient += grad_competing[:, None] * materialize(competing_sum)[None, :]
+                b_gradient = _without_common(
+                    b_gradient, b_phi, p_grad_flow + MEASURED * plane, plane, tile, inside, D, BLOCK_D, BALANCE
+                )
         b_from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             b_from_later += b_products
@@ -222,7 +252,7 @@ def gradient_kernel(
         else:
             # a row loaded again after the last token is never earlier than a token that is stored
             b_from_earlier += flow[:, None]
-        if RENORMALIZE:
+        if RENORMALIZE and CENTRE == 0:
             grad_competing = competing_gradient(p_flow, plane, keep, overlap)
             if REVERSE:
                 b_from_later += take[:, None] * materialize(grad_competing)[None, :]
@@ -231,6 +261,8 @@ def gradient_kernel(
         b_weights = tl.where(tokens[:, None] == tokens[None, :], b_from_later + b_from_earlier, b_from_later)
         b_weights = tl.where(tokens[:, None] > tokens[None, :], b_from_earlier, b_weights)
         b_gradient = dot(operand(b_weights, PRECISION), b_other, b_gradient, PRECISION)
+        if RENORMALIZE and CENTRE != 0:
+            b_gradient += CENTRE * tl.sum(b_weights, 1)[:, None]
         if RAISED:
             eps_weight = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
             if RENORMALIZE and REVERSE:
@@ -240,20 +272,13 @@ def gradient_kernel(
             flow[:, None] * materialize(before)[None, :] + conserved[:, None] * materialize(before_conserved)[None, :]
         )
         b_gradient += inverse[:, None] * materialize(after_conserved)[None, :] + materialize(after_sum)[None, :]
-        if RENORMALIZE:
+        if RENORMALIZE and CENTRE == 0:
             b_gradient += (take if REVERSE else grad_competing)[:, None] * materialize(competing_sum)[None, :]
         if CENTRE != 0:
-            projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
-            TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-            if BALANCE == "measure":
-                tl.store(p_grad_flow + (MEASURED + tile) * plane, projection, mask=inside)
-                tl.store(p_grad_flow + (MEASURED + TILES_D + tile) * plane, total, mask=inside)
-            else:
-                if BALANCE == "measured":
-                    projection = load_tiles(p_grad_flow + MEASURED * plane, plane, inside, TILES_D)
-                    total = load_tiles(p_grad_flow + (MEASURED + TILES_D) * plane, plane, inside, TILES_D)
-                # saturated features may all be 0, and so are then their gradients
-                b_gradient -= (projection / tl.maximum(total, 1e-20))[:, None]
+            if not RENORMALIZE:
+                b_gradient = _without_common(
+                    b_gradient, b_phi, p_grad_flow + MEASURED * plane, plane, tile, inside, D, BLOCK_D, BALANCE
+                )
             b_gradient = feature_gradient(b_gradient, b_phi, MAP)
         else:
             b_gradient = feature_gradient(b_gradient, b_own.to(tl.float32), MAP)

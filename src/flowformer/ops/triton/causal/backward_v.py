@@ -114,8 +114,9 @@ def grad_memory_kernel(
         if RENORMALIZE:
             grad_competing = competing_gradient(p_flow, plane, keep, overlap)
             all_competing += grad_competing
-        b_weights = operand_columns(conserved_in, grad_competing, none, none, PRECISION)
-        b_sums = dot(tl.trans(b_query), b_weights, b_sums, PRECISION)
+        b_sums = dot(
+            tl.trans(b_query), operand_columns(conserved_in, grad_competing, none, none, PRECISION), b_sums, PRECISION
+        )
         all_in += conserved_in
         received, _ = load_weights(p_flow, plane, keep, RENORMALIZE)
         b_memory = dot(tl.trans(b_query), operand(b_grad * received[:, None], PRECISION), b_memory, PRECISION)
@@ -236,11 +237,11 @@ def value_gradient_kernel(
                 if SPLIT:
                     overlap = tl.load(p_grad_flow + (GRAD_PLANES + tile) * plane, mask=inside, other=0.0)
                 grad_competing = competing_gradient(p_flow, plane, keep, overlap)
-                b_inside = b_products.to(tl.float32)
+                grad_share += tl.sum(b_products.to(tl.float32) * grad_competing[None, :], 1)
                 if RAISED:
-                    b_raised = b_inside + eps * tl.sum(b_key.to(tl.float32), 1)[:, None]
-                    b_inside = tl.where(b_upper != 0, b_raised, 0.0)
-                weight += competition * (grad_share + tl.sum(b_inside * grad_competing[None, :], 1))
+                    total = tl.cumsum(grad_competing, 0, reverse=True)
+                    grad_share += eps * tl.sum(b_key.to(tl.float32), 1) * total
+                weight += competition * grad_share
                 none = tl.zeros([C], tl.float32)
                 b_weights = operand_columns(grad_competing, none, none, none, PRECISION)
                 b_competing_sums = dot(tl.trans(b_query_eps), b_weights, b_competing_sums, PRECISION)

@@ -258,12 +258,12 @@ def output_kernel(
                 here = (row * segments + segment) * (size // C) + chunk
                 store_vector(p_sums, here * SUMS + COMPETING_SUM, columns, competing_sum, D)
         b_competing = operand(b_value * competition[:, None], PRECISION)
-        b_inside = dot_nt(b_query, b_key, PRECISION)
-        b_products = mask_triangle(b_inside, b_lower, FAST, PRECISION)
+        b_products = mask_triangle(dot_nt(b_query, b_key, PRECISION), b_lower, FAST, PRECISION)
         if RENORMALIZE:
+            # by the same rounded products as the result, so that weights sum to α
+            competing += tl.sum(b_products.to(tl.float32) * competition[None, :], 1)
             if RAISED:
-                b_inside += eps * tl.sum(b_key.to(tl.float32), 1)[None, :]
-            competing += tl.sum(tl.where(b_lower != 0, b_inside * competition[None, :], 0.0), 1)
+                competing += eps * tl.cumsum(tl.sum(b_key.to(tl.float32), 1) * competition, 0)
             inverse_competing = tl.where(keep, 1.0 / competing, 0.0)
             received *= inverse_competing
             if KEEP and tile == 0:

@@ -137,8 +137,9 @@ class CausalPlan(Plan):
         # REVERSE and BALANCE of each launch of gradient_kernel: those for dQ, then the one for dK
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
-        # whether R changes when q is scaled only through ε, which bfloat16 does not hold
-        invariant = variant.allocation == "none" and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
+        # whether R, or qS/W, changes when q is scaled only through ε, which bfloat16 does not hold
+        invariant = variant.renormalize or variant.allocation == "none"
+        invariant = invariant and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
         self.centre = CENTRES[variant.feature_map] if invariant and dtype == torch.bfloat16 else 0.0
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
@@ -318,8 +319,8 @@ class CausalPlan(Plan):
                 "BLOCK_D": self.tile_d,
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
-                # the sums of the last state do change when q is scaled, so they may have no gradient
-                "CENTRE": self.centre if not reverse and grad_end is None else 0.0,
+                # the sums of the last state do change when q is scaled, so they may have no gradient; qS/W is no sum
+                "CENTRE": self.centre if not reverse and (grad_end is None or self.is_renormalized) else 0.0,
             }
             yield self._kernel(
                 backward_qk.gradient_kernel,
