@@ -33,7 +33,13 @@ def pytest_runtest_setup(item):
     torch.set_num_threads(1)
 
 
-ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}
+ON_GPU = {
+    "test_kernels_bidirectional.py",
+    "test_kernels_causal.py",
+    "test_kernels_decode.py",
+    "test_kernels_powers.py",
+    "test_parity.py",
+}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -151,7 +151,7 @@ def gradient_kernel(
     OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
     MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
     # dQ is a small difference of large terms: as one bfloat16 each, their rounding would cost it two bits
-    SPLIT_OPERANDS: tl.constexpr = PRECISION == "bf16" and REVERSE == 0
+    SPLIT_OPERANDS: tl.constexpr = (PRECISION == "bf16" or PRECISION == "rounded") and REVERSE == 0
     # own tokens entered the sum that the flows of later other tokens were computed from
     OWN_SUM: tl.constexpr = KEY_SUM if REVERSE else QUERY_SUM
     AFTER_OWN: tl.constexpr = AFTER_KEY_SUM if REVERSE else AFTER_QUERY_SUM
@@ -287,4 +287,4 @@ def gradient_kernel(
         if p_positions is not None:
             b_gradient = tl.where(keep[:, None], b_gradient, 0.0)
         if BALANCE != "measure":
-            store_rows(p_grad_own, base, tokens, out_token, inside, tile, b_gradient, D, BLOCK_D)
+            store_rows(p_grad_own, base, tokens, out_token, inside, tile, b_gradient, D, BLOCK_D, PRECISION)

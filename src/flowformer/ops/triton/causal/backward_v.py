@@ -224,7 +224,7 @@ def value_gradient_kernel(
         b_products = mask_triangle(dot_nt(b_key, b_query, PRECISION), b_upper, FAST, PRECISION)
         b_gradient = dot_nn(b_key, operand(b_memory, PRECISION), PRECISION)
         b_gradient = dot(b_products, b_received_grad, b_gradient, PRECISION) * competition[:, None]
-        store_rows(p_grad_value, base, tokens, dv_token, inside, tile, b_gradient, E, BLOCK_E)
+        store_rows(p_grad_value, base, tokens, dv_token, inside, tile, b_gradient, E, BLOCK_E, PRECISION)
         b_memory = dot(tl.trans(b_query), b_received_grad, b_memory, PRECISION)
         b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
         if not SPLIT:

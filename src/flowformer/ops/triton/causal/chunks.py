@@ -11,7 +11,7 @@ import triton.language as tl
 from ..features import rounded_features
 from ..numerics import LOG_ZERO, add_logs, fast_log_add, log_add, sigmoid
 from ..powers import competing_flow, raised_allocation
-from ..precision import dot_nn, operand
+from ..precision import cast_for, dot_nn, operand
 from .columns import operand_columns, pick
 from .planes import (
     COMPETITION_WEIGHT,
@@ -100,12 +100,14 @@ def load_rows(p_x, base, rows, stride, keep, p_positions, tile, WIDTH: tl.conste
 
 
 @triton.jit
-def store_rows(p_x, base, tokens, stride, keep, tile, b_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(
+    p_x, base, tokens, stride, keep, tile, b_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):
     columns = tile * BLOCK + tl.arange(0, BLOCK)
     mask = keep[:, None]
     if WIDTH % BLOCK:
         mask = mask & (columns < WIDTH)[None, :]
-    tl.store(_rows_at(p_x, base, tokens, stride, columns), b_x.to(p_x.dtype.element_ty), mask=mask)
+    tl.store(_rows_at(p_x, base, tokens, stride, columns), cast_for(p_x, b_x, PRECISION), mask=mask)
 
 
 @triton.jit

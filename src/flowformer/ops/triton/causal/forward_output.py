@@ -271,7 +271,7 @@ def output_kernel(
                 tl.store(p_flow + INVERSE_COMPETING * plane, inverse_competing, mask=inside)
         b_result = dot_nn(b_query, operand(b_memory, PRECISION), PRECISION)
         b_result = dot(b_products, b_competing, b_result, PRECISION) * received[:, None]
-        store_rows(p_out, base, tokens, r_token, inside, tile, b_result, E, BLOCK_E)
+        store_rows(p_out, base, tokens, r_token, inside, tile, b_result, E, BLOCK_E, PRECISION)
         b_memory = dot(tl.trans(b_key), b_competing, b_memory, PRECISION)
     if not SPLIT:
         store_memory(p_end_memory + row * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
