@@ -41,7 +41,7 @@ from .chunks import (
     sum_segments,
     triangle,
 )
-from .columns import accumulator_columns, operand_columns, pick
+from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
 from .planes import COMPETING_SUM, CONSERVED_OUTGOING, DECLINED, GRAD_PLANES, LOG_OUTGOING
 
 
@@ -209,9 +209,8 @@ def value_gradient_kernel(
         received, competition = load_weights(p_flow, plane, keep, RENORMALIZE)
         if COMPETES:
             # before the wider products, because of ptxas 12.8: see `flows_kernel`
-            competing_sum = pick(b_competing_sums, 0)
-            b_coming = operand_columns(competing_sum, no_features, no_features, no_features, PRECISION)
-            grad_share = pick(dot_nn(b_key, b_coming, PRECISION), 0)
+            b_coming = merged_operand(merge_columns(b_competing_sums, b_competing_sums), PRECISION)
+            b_share = dot_nn(b_key, b_coming, PRECISION)
         if COMPETITION != "none":
             flow, log = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
             # Always true. The branch keeps these two loads out of the software pipeline; with them in it, shared memory
@@ -222,29 +221,33 @@ def value_gradient_kernel(
                     log = tl.load(p_flow + LOG_OUTGOING * plane, mask=inside, other=0.0)
         b_received_grad = operand(b_grad * received[:, None], PRECISION)
         b_products = mask_triangle(dot_nt(b_key, b_query, PRECISION), b_upper, FAST, PRECISION)
+        if COMPETES:
+            # d(c) by way of W; as early as possible, since it leaves only a vector
+            if SPLIT:
+                overlap = tl.load(p_grad_flow + (GRAD_PLANES + tile) * plane, mask=inside, other=0.0)
+            else:
+                b_result = load_rows(p_result, base, rows, r_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
+                overlap = tl.sum(b_grad * b_result, 1)
+                tl.store(p_grad_flow + (GRAD_PLANES + tile) * plane, overlap, mask=inside)
+            grad_competing, none = competing_gradient(p_flow, plane, keep, overlap), tl.zeros([C], tl.float32)
+            b_weights = operand_columns(grad_competing, none, none, none, PRECISION)
+            grad_share = pick(dot(b_products, b_weights, b_share, PRECISION), 0)
+            if RAISED:
+                total = tl.cumsum(grad_competing, 0, reverse=True)
+                grad_share += eps * tl.sum(b_key.to(tl.float32), 1) * total
+            b_competing_sums = dot(tl.trans(b_query_eps), b_weights, b_competing_sums, PRECISION)
         b_gradient = dot_nn(b_key, operand(b_memory, PRECISION), PRECISION)
         b_gradient = dot(b_products, b_received_grad, b_gradient, PRECISION) * competition[:, None]
         store_rows(p_grad_value, base, tokens, dv_token, inside, tile, b_gradient, E, BLOCK_E, PRECISION)
         b_memory = dot(tl.trans(b_query), b_received_grad, b_memory, PRECISION)
         b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
-        if not SPLIT:
+        if not SPLIT and not COMPETES:
             b_result = load_rows(p_result, base, rows, r_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
-            overlap = tl.sum(b_grad * b_result, 1)
-            tl.store(p_grad_flow + (GRAD_PLANES + tile) * plane, overlap, mask=inside)
+            tl.store(p_grad_flow + (GRAD_PLANES + tile) * plane, tl.sum(b_grad * b_result, 1), mask=inside)
         if COMPETITION != "none":
             weight = tl.sum(b_value * b_gradient, 1)
             if RENORMALIZE:
-                if SPLIT:
-                    overlap = tl.load(p_grad_flow + (GRAD_PLANES + tile) * plane, mask=inside, other=0.0)
-                grad_competing = competing_gradient(p_flow, plane, keep, overlap)
-                grad_share += tl.sum(b_products.to(tl.float32) * grad_competing[None, :], 1)
-                if RAISED:
-                    total = tl.cumsum(grad_competing, 0, reverse=True)
-                    grad_share += eps * tl.sum(b_key.to(tl.float32), 1) * total
                 weight += competition * grad_share
-                none = tl.zeros([C], tl.float32)
-                b_weights = operand_columns(grad_competing, none, none, none, PRECISION)
-                b_competing_sums = dot(tl.trans(b_query_eps), b_weights, b_competing_sums, PRECISION)
             weight = materialize(weight)
             exponent = flow
             if tau is not None:

@@ -33,7 +33,7 @@ from .chunks import (
     sum_segments,
     triangle,
 )
-from .columns import accumulator_columns, operand_columns, pick
+from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
 from .planes import (
     COMPETING_SUM,
     COMPETITION_WEIGHT,
@@ -220,7 +220,7 @@ def output_kernel(
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         rows, keep, position = locate_chunk(p_positions, batch, length, base, tokens, start, last, count)
-        b_query, _ = load_features(
+        b_query, b_query_eps = load_features(
             p_query, base, rows, q_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
         )
         b_key, _ = load_features(
@@ -249,19 +249,21 @@ def output_kernel(
             tl.store(p_flow + COMPETITION_WEIGHT * plane, competition, mask=inside)
         if RENORMALIZE:
             # before the wider products, because of ptxas 12.8: see `flows_kernel`
-            competing_sum = pick(b_sums, 0)
-            competing = carried_flow(b_query, competing_sum, eps, PRECISION) + flow_eps
+            b_competing_sum = merge_columns(b_sums, b_sums)
+            b_before = merged_operand(b_competing_sum, PRECISION)
+            b_competing_flow = dot_nn(b_query_eps, b_before, PRECISION)
             none = tl.zeros([C], tl.float32)
             b_weights = operand_columns(competition, none, none, none, PRECISION)
             b_sums = dot(tl.trans(b_key), b_weights, b_sums, PRECISION)
             if KEEP and tile == 0:
-                here = (row * segments + segment) * (size // C) + chunk
-                store_vector(p_sums, here * SUMS + COMPETING_SUM, columns, competing_sum, D)
+                here, pair = (row * segments + segment) * (size // C) + chunk, tl.arange(0, 8)[None, :]
+                p_to = p_sums + (here * SUMS + COMPETING_SUM) * D + columns[:, None] + pair
+                tl.store(p_to, b_competing_sum, mask=(columns < D)[:, None] & (pair == 0))
         b_competing = operand(b_value * competition[:, None], PRECISION)
         b_products = mask_triangle(dot_nt(b_query, b_key, PRECISION), b_lower, FAST, PRECISION)
         if RENORMALIZE:
             # by the same rounded products as the result, so that weights sum to α
-            competing += tl.sum(b_products.to(tl.float32) * competition[None, :], 1)
+            competing = pick(dot(b_products, b_weights, b_competing_flow, PRECISION), 0) + flow_eps
             if RAISED:
                 competing += eps * tl.cumsum(tl.sum(b_key.to(tl.float32), 1) * competition, 0)
             inverse_competing = tl.where(keep, 1.0 / competing, 0.0)
