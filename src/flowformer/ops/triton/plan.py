@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,7 +41,8 @@ def options_of(scale: float, variant: FlowVariant) -> Options:
 
 
 def variant_of(options: Options) -> FlowVariant:
-    return FlowVariant(*options[1:-1], renormalize=options[-1])
+    *fields, renormalize = options[1:]
+    return replace(FlowVariant(*fields), renormalize=renormalize)
 
 
 class Plan:

@@ -86,9 +86,9 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = torch.ops.flowformer.triton_bidirectional_backward
-        *grads, grad_powers = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
+        *found, grad_powers = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
         powers = grad_powers if ctx.has_powers else None
-        return *grads, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
+        return *found, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
 
 def _forward(

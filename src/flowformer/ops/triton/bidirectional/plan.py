@@ -186,10 +186,10 @@ class BidirectionalPlan(Plan):
     ) -> Iterator[Kernel]:
         parts = *kept.split(self.kept), *scratch.split(self.forward_scratch)
         incoming, allocation, outgoing, conserved_outgoing, records, *rest = parts
-        competing_flow, competing, partial, competing_parts = rest
+        *competing_sums, partial, own_parts = rest
         if self.is_whole:
-            partial, competing_parts = records, competing
-        competing, competing_parts, competing_flow = self._renormalized(competing, competing_parts, competing_flow)
+            partial, own_parts = records, competing_sums[1]
+        competing_flow, competing, competing_parts = self._renormalized(*competing_sums, own_parts)
         extras = query_mask, key_mask, query_bounds, key_bounds
         (q, k, v, r), flow = self.strides, (self.scale, self.eps, self.flow_eps)
         all_tokens = (*q, *k, self.sinks[0], *self.sources)
@@ -240,18 +240,17 @@ class BidirectionalPlan(Plan):
         kept: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        incoming, allocation, outgoing, conserved_outgoing, records, competing_flow, competing = kept.split(self.kept)
+        incoming, allocation, outgoing, conserved_outgoing, records, *competing_sums = kept.split(self.kept)
         overlap, grad_outgoing, grad_conserved, grad_records, products, partial, *rest = scratch.split(
             self.backward_scratch
         )
-        grad_competing, grad_competing_parts, grad_powers = rest
+        *grad_sums, powers_parts = rest
         if self.is_whole:
-            partial, grad_competing_parts = grad_records, grad_competing
-        flow = competing_flow if self.is_renormalized else incoming
+            partial, grad_sums[1] = grad_records, grad_sums[0]
         competing_flow, competing, grad_competing, grad_competing_parts = self._renormalized(
-            competing_flow, competing, grad_competing, grad_competing_parts
+            *competing_sums, *grad_sums
         )
-        grad_powers = None if powers is None else grad_powers
+        flow, grad_powers = competing_flow or incoming, None if powers is None else powers_parts
         sources = key_mask, key_bounds, powers, records, partial, grad_records, grad_competing
         per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
         q, k, v, g, dq, dk, dv = self.strides

@@ -51,8 +51,8 @@ def recurrent(
         return result, (sums, memory, scalars)
     result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant, powers)
     # decoding writes into the parts of a state, so each gets memory of its own
-    parts = _state(end, query, query.shape[0], value.shape[3], num_sums(variant))
-    sums, memory, scalars = (part.clone() for part in parts)
+    ends = _state(end, query, query.shape[0], value.shape[3], num_sums(variant))
+    sums, memory, scalars = (part.clone() for part in ends)
     return result, (sums, memory, scalars)
 
 
@@ -118,7 +118,8 @@ class _Causal(torch.autograd.Function):
         backward = torch.ops.flowformer.triton_causal_backward
         inputs = *tensors, ctx.longest, powers, scalars, result, kept, *ctx.options
         *grads, start = differentiate(backward, grad, grad_end, *inputs)
-        batch, sums = _sequences(query, bounds), num_sums(variant_of(ctx.options))
+        # not by `variant_of`: torch.compile traces this function, and no dataclass
+        batch, sums = _sequences(query, bounds), 5 if ctx.options[-1] else 4
         state = _state(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
         grad_powers = None
         if powers is not None:

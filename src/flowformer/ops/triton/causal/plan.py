@@ -270,6 +270,7 @@ class CausalPlan(Plan):
         start_sums, start_memory, start_scalars, *grad_powers = start.split(self.start)
         grad_sums, grad_memory, grad_scalars = (None, None, None) if grad_end is None else grad_end.split(self.state)
         grads, after, partial, carried, *of_segments = scratch.split(self.backward_scratch)
+        no_powers: list[Argument | None] = [None]
         config, kinds = self.config, self.competition | self.split
         features = self.features | {"TILES": self.value_tiles}
         tokens, extras = (query, key, value, grad, result, grad_value), (positions, bounds, powers, scalars)
@@ -306,7 +307,7 @@ class CausalPlan(Plan):
             config.flow_gradient,
             (
                 query, key, *extras, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial,
-                after, start_sums, start_scalars, *self._renormalized(competing), *(grad_powers or [None]),
+                after, start_sums, start_scalars, *self._renormalized(competing), *(grad_powers or no_powers),
             ),
             (query, key),
             (self.plane, *self.tokens, self.eps, self.clamp),
