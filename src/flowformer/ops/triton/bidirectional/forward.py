@@ -262,8 +262,8 @@ def memory_kernel(
             tl.store(scalar_at(p_own, REFERENCE, D, E), reference)
             tl.store(scalar_at(p_own, MASS, D, E), tl.sum(mass, 0))
             if p_competing is not None:
-                p_competing += (record * segments + segment) * D + columns
-                tl.store(p_competing, tl.sum(b_competing, 0), mask=columns < D)
+                p_to = p_competing + (record * segments + segment) * D + columns
+                tl.store(p_to, tl.sum(b_competing, 0), mask=columns < D)
 
 
 @triton.jit
