@@ -29,6 +29,7 @@ ON_GPU = {
     "test_kernels_causal.py",
     "test_kernels_causal_state.py",
     "test_kernels_decode.py",
+    "test_kernels_powers.py",
     "test_parity.py",
 }
 

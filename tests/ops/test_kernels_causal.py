@@ -15,7 +15,7 @@ from flowformer import FlowVariant
 from flowformer.ops.state import FlowState
 from flowformer.ops.triton.causal import op as kernels
 from flowformer.ops.triton.causal import plan as causal_plan
-from flowformer.ops.triton.plan import cached_plan, dense
+from flowformer.ops.triton.plan import cached_plan, dense, options_of
 
 
 @pytest.mark.parametrize(
@@ -214,21 +214,21 @@ def test_nothing_in_nothing_out(shape):
 
 def test_the_operators_pass_opcheck():
     query, key, value = inputs_of(batch=1, heads=1, sinks=5)
-    options = (1.0, *DEFAULT.as_args())
+    options = options_of(1.0, DEFAULT)
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
-        inputs = query, key, value, None, None, None, 5, keep, None, None, None, *options
+        inputs = query, key, value, None, None, None, 5, keep, None, None, None, None, *options
         torch.library.opcheck(torch.ops.flowformer.triton_causal.default, inputs, test_utils=tests)
     result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
     torch.library.opcheck(
         torch.ops.flowformer.triton_causal_backward.default,
-        (result, end, query, key, value, None, None, 5, None, result, kept, *options),
+        (result, end, query, key, value, None, None, 5, None, None, result, kept, *options),
         test_utils=tests,
     )
     state = FlowState.empty(1, 1, 4, device=DEVICE).pack()
     token = [x[:, :, :1].contiguous() for x in (query, key, value)]
     torch.library.opcheck(
-        torch.ops.flowformer.triton_decode.default, (*token, None, *state, *options), test_utils=tests
+        torch.ops.flowformer.triton_decode.default, (*token, None, None, *state, *options), test_utils=tests
     )
 
 

@@ -27,7 +27,7 @@ def test_decoding_token_by_token_is_the_parallel_form(variant):
     inputs = inputs_of(batch=2, heads=2, key_heads=1, sinks=5, dim=5, value_dim=3)
     truth = oracle(*inputs, is_causal=True, variant=variant)
     _, end = kernels.recurrent(*inputs, None, None, 1.0, variant)
-    state = FlowState.empty(2, 2, 5, 3, device=DEVICE).pack()
+    state = FlowState.empty(2, 2, 5, 3, variant=variant, device=DEVICE).pack()
     pointers = [part.data_ptr() for part in state]
     steps = [decode(*(x[:, :, t : t + 1] for x in inputs), state, 1.0, variant) for t in range(5)]
     assert relative_error(torch.cat(steps, 2), truth) < 1e-6
