@@ -80,13 +80,15 @@ class Interpreted(Jitted):
 
 
 class Driver:
-    """Stands for the CUDA driver: it records the launches, and returns an error if it has any left."""
+    """Stands for the CUDA driver: it records the launches, refuses empty grids, and returns an error if any is left."""
 
     def __init__(self):
         self.launches, self.errors = [], []
         self.callback = LAUNCH(self.launch)
 
     def launch(self, function, x, y, z, threads, _, __, shared, stream, parameters, extra):
+        if not x * y * z:
+            return 1
         cells = [ctypes.string_at(parameters[index], 8) for index in range(6)]
         pointers = [int.from_bytes(cell, "little") for cell in cells]
         numbers = ctypes.c_int.from_buffer_copy(cells[2]).value, ctypes.c_float.from_buffer_copy(cells[3]).value
@@ -124,6 +126,17 @@ def test_only_the_first_launch_asks_triton(driver):
         assert pointers[:2] == [x.data_ptr() for x in tensors]
         assert numbers == (100, 0.5)
         assert pointers[4:] == [0, 0]  # the memory that Triton's kernels may ask for
+
+
+def test_an_empty_grid_is_not_launched(driver):
+    """As of a packed batch without sequences."""
+    jitted, launches = Jitted(), Launches()
+    for _ in range(2):
+        launches(
+            (torch.randn(3), torch.randn(3)),
+            lambda *arguments: [kernel(jitted, *arguments)._replace(grid=grid) for grid in ((4, 0, 1), (4, 2, 1))],
+        )
+    assert len(driver.launches) == 1
 
 
 def test_a_tensor_that_is_not_passed_is_no_parameter():

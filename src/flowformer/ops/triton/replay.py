@@ -44,7 +44,9 @@ def program(kernels: Sequence[Any], compiled: Sequence[Any], device: int) -> Cal
     """
     if module() is None:
         return None
-    described = [describe(kernel, each) for kernel, each in zip(kernels, compiled, strict=True)]
+    # the driver refuses an empty grid, as of a packed batch without sequences
+    launched = [(kernel, each) for kernel, each in zip(kernels, compiled, strict=True) if all(kernel.grid)]
+    described = [describe(kernel, each) for kernel, each in launched]
     if None in described:
         return None
     recorded = module().record(_launch_address(), described)
