@@ -3,16 +3,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
+# each worker begins with one half of the tests, in order: the tests of a file share what its fixtures compute
+TWO_WORKERS := -n 2 --dist worksteal
+# workers, and the programs that they start, share what one of them has compiled
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test quick mutation test-oldest demo lint docs bench clean
 
 # the documentation is built by tests/test_docs.py
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(TWO_WORKERS)
 
-# for the inner loop: the laws, the torch backend and the layers
+# for the inner loop: the laws, the torch backend and the layers, uncompiled
 quick: lint
-	$(BIN)/python -m pytest -n 2 $(QUICK)
+	$(BIN)/python -m pytest $(TWO_WORKERS) -k "not compile" $(QUICK)
 
 QUICK := tests/ops/test_backends.py tests/ops/test_checks.py tests/ops/test_laws.py tests/ops/test_state.py \
 	tests/ops/test_torch_backend.py tests/ops/test_variant.py tests/baselines/test_attention_laws.py tests/nn \
@@ -38,7 +42,7 @@ bench: $(VENV)/installed
 
 # ops, nn and models with the oldest supported torch and its Triton, whose interpreter needs numpy < 2.4
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -n 2 src/flowformer/ops src/flowformer/nn src/flowformer/models tests/ops tests/nn tests/models
+	$(OLDEST)/bin/python -m pytest $(TWO_WORKERS) src/flowformer/ops src/flowformer/nn src/flowformer/models tests/ops tests/nn tests/models
 
 # everything is installed again when the list of dependencies changes
 $(VENV)/installed: pyproject.toml

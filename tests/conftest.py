@@ -1,7 +1,6 @@
 """Settings for every test."""
 
-import contextlib
-import functools
+import importlib.util
 import os
 
 import pytest
@@ -10,18 +9,10 @@ import torch
 # Triton reads this when it is imported, which any test may be the first to do
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    with contextlib.suppress(ImportError):
-        from triton.runtime import interpreter
+    if importlib.util.find_spec("triton") is not None:
+        import quick_interpreter
 
-        patch_language = interpreter._patch_lang
-
-        @functools.cache
-        def patch_language_once(function):
-            """The interpreter patches its language in every call of a device function, most of the time of a kernel."""
-            patch_language(function)
-            return interpreter._LangPatchScope()  # with nothing to restore
-
-        interpreter._patch_lang = patch_language_once
+        quick_interpreter.install()
 
 
 def pytest_runtest_setup(item):
@@ -33,7 +24,14 @@ def pytest_runtest_setup(item):
     torch.set_num_threads(1)
 
 
-ON_GPU = {"test_kernels_bidirectional.py", "test_kernels_causal.py", "test_kernels_decode.py", "test_parity.py"}
+ON_GPU = {
+    "test_kernels_bidirectional.py",
+    "test_kernels_causal.py",
+    "test_kernels_causal_state.py",
+    "test_kernels_decode.py",
+    "test_kernels_powers.py",
+    "test_parity.py",
+}
 
 
 def pytest_collection_modifyitems(config, items):

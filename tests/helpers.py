@@ -35,9 +35,7 @@ VARIANTS = {
     "renormalized, sigmoid competition": FlowVariant(renormalize=True, competition="sigmoid", clamp=0.9, flow_eps=1e-3),
 }
 # those that kernels compute
-CAUSAL_KERNEL_VARIANTS = {
-    name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax" and not variant.renormalize
-}
+CAUSAL_KERNEL_VARIANTS = {name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax"}
 
 
 def random_inputs(

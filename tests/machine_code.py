@@ -2,8 +2,9 @@
 
     python tests/machine_code.py --calls 20 --seed 0
 
-Two things that no interpreter shows: whether a kernel fits into shared memory, and whether its SASS reads a uniform
-register that nothing has written, as ptxas 12.8 (Triton 3.6) makes some wgmma do. Needs Triton with its cuobjdump.
+What no interpreter shows: whether a kernel fits into shared memory, whether its SASS reads a uniform register that
+nothing has written, as ptxas 12.8 (Triton 3.6) makes some wgmma do, and whether its parameters are those that are
+replayed. Needs Triton with its cuobjdump.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -26,9 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 from flowformer import FlowVariant
-from flowformer.ops.triton import launch
+from flowformer.ops.triton import launch, replay
 from flowformer.ops.triton.bidirectional.plan import BidirectionalPlan
 from flowformer.ops.triton.causal.plan import CausalPlan
+from flowformer.ops.triton.plan import options_of
 
 SHARED_MEMORY = 232_448  # bytes that a program may have on an H100 or H200
 SMS = 132
@@ -154,8 +157,10 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
         allocation=random.choice(["sigmoid", "sigmoid", "none"]),
     )
     scale, packed = random.choice([1.0, 0.125]), packed and not masked
+    variant = replace(variant, renormalize=random.random() < 0.5)
+    has_powers = random.random() < 0.7 and variant.renormalize and variant.competition != "sigmoid"
     words = f"{'causal' if is_causal else 'bidirectional'} {dtype} D={dim} E={value_dim} heads={heads}/{key_heads} "
-    words += f"N={length} masked={masked} packed={packed} scale={scale} {variant}"
+    words += f"N={length} masked={masked} packed={packed} scale={scale} powers={has_powers} {variant}"
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -164,19 +169,21 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
     key, value = tensor(2, key_heads, length, dim), tensor(2, key_heads, length, value_dim)
     mask = tensor(2, length, dtype=torch.bool) if masked else None
     bounds = tensor(4, dtype=torch.int32) if packed else None
-    options = scale, *variant.as_args()
+    powers = tensor(2, heads, dtype=torch.float32) if has_powers else None
+    options = options_of(scale, variant)
     if is_causal:
         # what follows in the call has the same shapes as what comes before
-        plan = CausalPlan(_signature(query, key, value, mask, bounds), DEVICE, length, True, *options)
+        plan = CausalPlan(_signature(query, key, value, mask, bounds, powers), DEVICE, length, True, *options)
         positions = tensor(2, length, dtype=torch.int32) if masked else None
-        inputs, none = (query, key, value, positions, bounds), (None, None, None)
+        inputs, none = (query, key, value, positions, bounds, powers), (None, None, None)
         kept, end = _flat(plan.kept), _flat(plan.state)
         grads = tensor(2, heads, length, dim), tensor(2, heads, length, value_dim)
         forward = *inputs, *none, result, kept, end, _flat(plan.forward_scratch)
-        backward = *inputs, result, None, None, result, kept, query, *grads, end, _flat(plan.backward_scratch)
+        outs = query, *grads, _flat(plan.start), _flat(plan.backward_scratch)
+        backward = *inputs, result, None, None, result, kept, *outs
         described = [*plan.forward(*launch.arguments(forward)), *plan.backward(*launch.arguments(backward))]
         return words, plan.launches._wgmma, described
-    extras = mask, mask, bounds, bounds
+    extras = mask, mask, bounds, bounds, powers
     precision = "ieee" if dtype == torch.float32 else None
 
     def plan_of(*tensors: torch.Tensor) -> BidirectionalPlan:
@@ -201,7 +208,7 @@ def _flat(sizes: list[int]) -> torch.Tensor:
 
 def faults(kernel: launch.Kernel, wgmma: bool) -> Iterator[str]:
     tensors = [None if x is None else MockTensor(x.tensor.dtype) for x in kernel.arguments]
-    options = {**kernel.constants, "num_warps": kernel.warps, "grid": kernel.grid}
+    options = {**launch._options(kernel), "grid": kernel.grid}
     if wgmma:
         compiled = kernel.function.warmup(*tensors, *kernel.numbers, **options)
     else:
@@ -211,6 +218,8 @@ def faults(kernel: launch.Kernel, wgmma: bool) -> Iterator[str]:
         yield f"needs {compiled.metadata.shared} bytes of shared memory"
     for line in reads_unwritten(compiled.asm["sass"]):
         yield f"reads a register that nothing wrote: {line}"
+    if replay.describe(kernel, compiled) is None:
+        yield f"has parameters that cannot be replayed: {replay.ptx_parameters(compiled.asm['ptx'])}"
 
 
 def main() -> int:

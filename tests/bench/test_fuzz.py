@@ -50,6 +50,20 @@ def test_kernels_pass_a_slice_in_the_interpreter(monkeypatch):
     assert passed == set(fuzz_cases.KINDS)
 
 
+def test_kernels_pass_a_slice_of_powers_in_the_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here: the slice for a GPU is another test")
+    monkeypatch.setitem(LIMITS, "interpreter", TINY)
+    passed: set[str] = set()
+    for (case,) in itertools.islice(fuzz.draw(1, "cpu", ["triton"], 1), 400):
+        if case.powers and case.kind not in passed and case.gradients and max(case.sinks, *case.lengths, 0) > 1:
+            counts = run([case])
+            if counts["pass"]:
+                passed.add(case.kind)
+    assert passed == set(fuzz_cases.KINDS)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_minute_on_a_gpu(tmp_path, capsys):
@@ -98,8 +112,12 @@ def test_everything_a_caller_can_vary_is_drawn():
         "competition": {"sigmoid", "none"},
         "allocation": {"softmax", "none"},
         "rescale": {False},
+        "renormalize": {True},
     }.items():
         assert {case.variant[name] for case in cases if name in case.variant} == choices
+    for is_causal in (False, True):
+        assert any(case.powers and case.gradients for case in cases if case.is_causal == is_causal)
+    assert any(case.powers and case.past for case in cases)
     lengths = {length for case in cases for length in (case.sinks, case.sources, *case.lengths, *case.source_lengths)}
     assert {0, 1, *fuzz_cases.BOUNDARIES} <= lengths
     assert max(lengths) > 5000
@@ -261,6 +279,23 @@ def test_a_rounding_of_an_input_is_no_failure(roundings, verdict, monkeypatch):
         return honest.causal(query.double(), key.double(), moved, *args).to(query.dtype)
 
     monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(causal=causal))
+    record = fuzz_checks.check(case, "cpu")
+    assert record["verdict"] == verdict, record["why"]
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "pass"), (1e-7, "conditioned"), (1e-6, "fail")])
+def test_a_rounding_of_the_sum_in_the_gradient_of_a_softmax_is_no_failure(off, verdict, monkeypatch):
+    """One of five sources takes all, and dÔ is 0: a rounding of Σ c dc is all that is left of it."""
+    case = Case(backend="torch", kind="bidirectional", dtype="float32", dim=96, value_dim=64, heads=1, key_heads=1,
+                sinks=2000, sources=5, grad_layout="constant", amplitude=3.0, variant={"allocation": "none"},
+                gradients="qk", seed=2)  # fmt: skip
+    honest = backends.BACKENDS["torch"]
+
+    def bidirectional(*args):
+        with patch.object(torch.Tensor, "softmax", lambda x, dim: fuzz_checks._RoundedSoftmax.apply(x, dim, off)):
+            return backends.BACKENDS["reference"].bidirectional(*(x.double() for x in args[:3]), *args[3:]).float()
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
     record = fuzz_checks.check(case, "cpu")
     assert record["verdict"] == verdict, record["why"]
 

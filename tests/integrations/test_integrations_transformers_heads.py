@@ -13,9 +13,11 @@ from tiny_transformers import LEFT, PROMPTS, SIZES, STYLES, assert_close, langua
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForTokenClassification,
+    BertConfig,
     Trainer,
     TrainingArguments,
 )
@@ -135,16 +137,36 @@ def test_output_attentions_is_answered():
         assert language_model()(PROMPTS, output_attentions=True).attentions is None
 
 
-def test_a_fresh_process_loads_it_after_the_import(tmp_path):
-    """transformers has no entry point for model types: without the import it does not know this one."""
-    language_model().save_pretrained(tmp_path)
-    load = f"from transformers import AutoModelForCausalLM as M; print(type(M.from_pretrained({str(tmp_path)!r})))"
-    imported = subprocess.run(
-        [sys.executable, "-c", f"import flowformer.integrations.transformers; {load}"], capture_output=True, text=True
-    )
-    assert "FlowformerForCausalLM" in imported.stdout
-    bare = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
-    assert "model type `flowformer`" in bare.stderr
+LOAD = """
+import sys
+from transformers import AutoModel
+def load():
+    for folder in sys.argv[1:]:
+        try:
+            print(type(AutoModel.from_pretrained(folder)).__name__)
+        except ValueError as error:
+            print(repr(error))
+load()
+import flowformer.integrations.transformers
+load()
+"""
+
+
+def test_a_fresh_process_loads_after_the_import(tmp_path):
+    """transformers has no entry points: without the import it knows neither this model type nor the attention of a
+    BERT, which it must not load as softmax."""
+    language_model().save_pretrained(tmp_path / "flowformer")
+    small = BertConfig(vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+    bert = AutoModel.from_config(small, attn_implementation="flow_attention")
+    bert.save_pretrained(tmp_path / "bert")
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "flowformer"), str(tmp_path / "bert")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    unknown_type, unknown_attention, *loaded = done.stdout.splitlines()
+    assert "model type `flowformer`" in unknown_type
+    assert unknown_attention.startswith("ValueError")
+    assert "flow_attention" in unknown_attention
+    assert loaded == ["FlowformerModel", "BertModel"]
     assert "import flowformer.integrations.transformers" in PAGE.read_text()
 
 

@@ -437,11 +437,14 @@ def test_packed_equals_padded(side, pooling, checkpointing):
 
 
 def test_lengths_that_cannot_be_read_are_padded():
-    """Under torch.func, and of tensors without data: on the meta device, and in a FakeTensorMode."""
+    """In a trace, under torch.func, and of tensors without data: on the meta device, and in a FakeTensorMode."""
     model = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24)).eval()
     tokens = _padded_batch("right")
     each = torch.vmap(lambda row: model(row[None])[0])(tokens)
     torch.testing.assert_close(each, model(tokens), rtol=1e-4, atol=1e-6)
+    with patch.object(model, "_encode_packed", wraps=model._encode_packed) as packed:
+        torch.jit.trace(model, tokens, check_trace=False)
+    assert not packed.called
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert model(mode.from_tensor(tokens)).shape == (4, 2)
     assert model.to("meta")(tokens.to("meta")).shape == (4, 2)

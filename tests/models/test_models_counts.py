@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,11 @@ def size_of(model_class, config):
     return counts
 
 
+@functools.cache
+def hierarchical(attention):
+    return size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=attention))
+
+
 @pytest.mark.parametrize(("preset", "attention"), [("imagenet", 100_402_176), ("imagenet-16-heads", 77_521_920)])
 def test_size_of_the_hierarchical_model(preset, attention):
     counts = size_of(FlowformerVision, PRESETS[preset])
@@ -32,7 +38,7 @@ def test_size_of_the_hierarchical_model(preset, attention):
 
 
 def test_size_of_the_hierarchical_model_with_softmax_attention():
-    counts = size_of(FlowformerVision, replace(PRESETS["imagenet"], attention="softmax"))
+    counts = hierarchical("softmax")
     tokens_and_widths = [(3136, 96, 3), (784, 192, 3), (196, 384, 10), (49, 768, 3)]
     assert counts.attention == sum(depth * 2 * tokens**2 * width for tokens, width, depth in tokens_and_widths)
     assert f"{counts.total / 1e9:.2f}" == "13.46"  # the paper says 6.7
@@ -40,7 +46,7 @@ def test_size_of_the_hierarchical_model_with_softmax_attention():
 
 def test_size_of_the_hierarchical_model_with_rivals_that_share_queries_and_keys():
     for attention in ("soft", "reformer"):
-        counts = size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=attention))
+        counts = hierarchical(attention)
         assert counts.parameters < 43_311_304 - 3e6
         assert (
             f"{counts.layers / 2**30:.1f}" == "5.8"
@@ -48,12 +54,9 @@ def test_size_of_the_hierarchical_model_with_rivals_that_share_queries_and_keys(
 
 
 def test_attention_of_each_rival_is_counted_as_its_own():
-    flow = size_of(FlowformerVision, PRESETS["imagenet"]).attention
-    others = {
-        name: size_of(FlowformerVision, replace(PRESETS["imagenet"], attention=name)).attention
-        for name in ("soft", "reformer", "longformer")
-    }
-    assert flow < others["soft"] < others["reformer"] < others["longformer"]
+    names = "flow", "soft", "reformer", "longformer"
+    flow, soft, reformer, longformer = (hierarchical(name).attention for name in names)
+    assert flow < soft < reformer < longformer
     tokens, width, reach = 3136, 96, 256
     # the first stage: a block of C queries meets 3 C keys and the global token, which meets all, once each for the
     # logits and the values

@@ -19,7 +19,7 @@ from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton.bidirectional import forward, plan
 from flowformer.ops.triton.bidirectional import op as kernels
 from flowformer.ops.triton.bidirectional.plan import segment_count
-from flowformer.ops.triton.plan import cached_plan
+from flowformer.ops.triton.plan import cached_plan, options_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -360,22 +360,22 @@ def test_every_number_is_written(monkeypatch):
 
 def test_inference_keeps_nothing():
     query, key, value = inputs(dim=4)
-    options = None, None, None, None, 33
-    result, kept = torch.ops.flowformer.triton_bidirectional(
-        query, key, value, *options, False, 1.0, *DEFAULT.as_args()
-    )
+    inputs_and_length = query, key, value, None, None, None, None, None, 33
+    options = options_of(1.0, DEFAULT)
+    result, kept = torch.ops.flowformer.triton_bidirectional(*inputs_and_length, False, *options)
     assert kept.numel() == 0
-    again, _ = torch.ops.flowformer.triton_bidirectional(query, key, value, *options, True, 1.0, *DEFAULT.as_args())
+    again, _ = torch.ops.flowformer.triton_bidirectional(*inputs_and_length, True, *options)
     assert torch.equal(result, again)
 
 
 def test_operators_are_well_formed():
     given = tuple(x.requires_grad_(False) for x in inputs(sinks=9, dim=4))
-    args = *given, None, None, None, None, 9, True, 1.0, *DEFAULT.as_args()
+    options = options_of(1.0, DEFAULT)
+    args = *given, None, None, None, None, None, 9, True, *options
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.flowformer.triton_bidirectional.default, args, test_utils=checks)
     result, kept = torch.ops.flowformer.triton_bidirectional(*args)
-    args = result, *given, None, None, None, None, kept, 9, 1.0, *DEFAULT.as_args()
+    args = result, *given, None, None, None, None, None, kept, 9, *options
     torch.library.opcheck(torch.ops.flowformer.triton_bidirectional_backward.default, args, test_utils=checks)
 
 

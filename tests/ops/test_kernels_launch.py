@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import struct
 import time
 from types import SimpleNamespace
 
@@ -14,33 +16,59 @@ pytest.importorskip("triton")
 
 import triton
 
-from flowformer.ops.triton import launch
+from flowformer.ops.triton import launch, replay
 from flowformer.ops.triton.launch import Kernel, Launches
 from flowformer.ops.triton.plan import Strides, signature
 
 STREAM = 7
+SIGNATURE = {"x": "*fp32", "mask": "*i1", "length": "i32", "eps": "fp32", "FIRST": "constexpr", "SECOND": "constexpr"}
+PTX = """
+.visible .entry stand_in(
+    .param .u64 .ptr .global .align 1 stand_in_param_0,
+    .param .u64 .ptr .global .align 1 stand_in_param_1,
+    .param .u32 stand_in_param_2,
+    .param .f32 stand_in_param_3,
+    .param .u64 .ptr .global .align 1 stand_in_param_4,
+    .param .u64 .ptr .global .align 1 stand_in_param_5
+)
+.reqntid 256
+{ ld.param.b64 %rd1, [stand_in_param_0]; }
+"""
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
 
 
 class Jitted:
-    """Stands for a kernel of Triton: it records what it is compiled, launched and replayed with."""
+    """Stands for a kernel of Triton: it records what it is compiled and launched with."""
 
     __name__ = "stand_in"
-    arg_names = ("x", "mask", "length", "FIRST", "SECOND")
+    arg_names = tuple(SIGNATURE)
+    ptx = PTX
 
     def __init__(self, shared=lambda constants: 0):
-        self.compiled, self.launches, self.runs, self.shared = [], [], [], shared
+        self.compiled, self.launches, self.shared = [], [], shared
 
-    def warmup(self, *args, grid, num_warps, **constants):
+    def warmup(self, *args, grid, num_warps, enable_fp_fusion, **constants):
         self.compiled.append((constants, os.environ.get("DISABLE_MMA_V3")))
         return SimpleNamespace(metadata=SimpleNamespace(shared=self.shared(constants)))
 
     def __getitem__(self, grid):
-        def run(*args):
-            self.runs.append(args)
-
         def start(*args, **constants):
             self.launches.append((grid, args, constants))
-            return SimpleNamespace(run=run, function="compiled", packed_metadata="metadata")
+            passed = dict(zip(SIGNATURE, args, strict=False))
+            absent = {name: "constexpr" for name, value in passed.items() if value is None}
+            return SimpleNamespace(
+                function=1234,
+                src=SimpleNamespace(signature=SIGNATURE | absent),
+                metadata=SimpleNamespace(shared=96, num_warps=constants["num_warps"], num_ctas=1),
+                asm={"ptx": self.ptx if not absent else self.ptx.replace(PTX.splitlines()[3] + "\n", "")},
+            )
 
         return start
 
@@ -51,43 +79,123 @@ class Interpreted(Jitted):
         return lambda *args, **constants: start(*args, **constants) and None
 
 
+class Driver:
+    """Stands for the CUDA driver: it records the launches, refuses empty grids, and returns an error if any is left."""
+
+    def __init__(self):
+        self.launches, self.errors = [], []
+        self.callback = LAUNCH(self.launch)
+
+    def launch(self, function, x, y, z, threads, _, __, shared, stream, parameters, extra):
+        if not x * y * z:
+            return 1
+        cells = [ctypes.string_at(parameters[index], 8) for index in range(6)]
+        pointers = [int.from_bytes(cell, "little") for cell in cells]
+        numbers = ctypes.c_int.from_buffer_copy(cells[2]).value, ctypes.c_float.from_buffer_copy(cells[3]).value
+        self.launches.append(((function, x, y, z, threads, shared, stream, extra), pointers, numbers))
+        return self.errors.pop(0) if self.errors else 0
+
+
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """A GPU with 100 bytes of shared memory, and a release of Triton that was replayed."""
+def driver(monkeypatch):
+    """A GPU with 100 bytes of shared memory."""
+    driver = Driver()
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     properties = SimpleNamespace(shared_memory_per_block_optin=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(triton, "JITFunction", Jitted)
-    monkeypatch.setattr(triton, "__version__", launch.REPLAYABLE[0] + "0")
+    address = ctypes.cast(driver.callback, ctypes.c_void_p).value
+    monkeypatch.setattr(replay, "_launch_address", lambda: address)
+    return driver
 
 
 def kernel(jitted, *arguments, **options):
     # constants may come in any order
-    return Kernel(jitted, (4, 2, 1), arguments, (100,), {"SECOND": 2, "FIRST": 1}, warps=8, **options)
+    return Kernel(jitted, (4, 2, 1), arguments, (100, 0.5), {"SECOND": 2, "FIRST": 1}, warps=8, **options)
 
 
-def test_only_the_first_launch_asks_triton():
-    jitted, launches, tensors = Jitted(), Launches(), [torch.randn(3) for _ in range(2)]
-    for x in tensors:
-        launches((x, None), lambda *arguments: [kernel(jitted, *arguments)])
-    constants = {"FIRST": 1, "SECOND": 2, "num_warps": 8}
-    assert jitted.launches == [((4, 2, 1), (tensors[0], None, 100), constants)]
-    head = STREAM, "compiled", "metadata", None, None, None
-    assert jitted.runs == [(4, 2, 1, *head, tensors[1].data_ptr(), None, 100, 1, 2)]
+def test_only_the_first_launch_asks_triton(driver):
+    jitted, launches, calls = Jitted(), Launches(), [[torch.randn(3), torch.randn(3)] for _ in range(3)]
+    for tensors in calls:
+        launches(tensors, lambda *arguments: [kernel(jitted, *arguments)])
+    constants = {"FIRST": 1, "SECOND": 2, "enable_fp_fusion": True, "num_warps": 8}
+    assert jitted.launches == [((4, 2, 1), (*calls[0], 100, 0.5), constants)]
+    assert len(driver.launches) == 2
+    for (launched, pointers, numbers), tensors in zip(driver.launches, calls[1:], strict=True):
+        assert launched == (1234, 4, 2, 1, 256, 96, STREAM, None)
+        assert pointers[:2] == [x.data_ptr() for x in tensors]
+        assert numbers == (100, 0.5)
+        assert pointers[4:] == [0, 0]  # the memory that Triton's kernels may ask for
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.7.0", "3.60.0", "4.0.0"])
-def test_an_unknown_launcher_is_not_replayed(monkeypatch, version):
-    monkeypatch.setattr(triton, "__version__", version)
+def test_an_empty_grid_is_not_launched(driver):
+    """As of a packed batch without sequences."""
+    jitted, launches = Jitted(), Launches()
+    for _ in range(2):
+        launches(
+            (torch.randn(3), torch.randn(3)),
+            lambda *arguments: [kernel(jitted, *arguments)._replace(grid=grid) for grid in ((4, 0, 1), (4, 2, 1))],
+        )
+    assert len(driver.launches) == 1
+
+
+def test_a_tensor_that_is_not_passed_is_no_parameter():
+    jitted, x = Jitted(), torch.randn(3)
+    described = kernel(jitted, *launch.arguments((x, None)))
+    _, *_, parameters, pointers = replay.describe(described, jitted[4, 2, 1](x, None, 100, 0.5, num_warps=8))
+    assert parameters == bytes(8) + struct.pack("<i4xf4x", 100, 0.5) + bytes(16)
+    assert pointers == struct.pack("<qqq", 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".param .u32 stand_in_param_2", ".param .u64 stand_in_param_2"),  # another type
+        (".param .u32 stand_in_param_2,", ""),  # one parameter fewer
+        (".param .f32 stand_in_param_3", ".param .align 64 .b8 stand_in_param_3[128]"),  # a descriptor
+        (",\n    .param .u64 .ptr .global .align 1 stand_in_param_5", ",\n .param .u32 stand_in_param_5"),
+        (PTX, "; what another compiler than NVIDIA's makes"),
+    ],
+)
+def test_a_kernel_with_other_parameters_is_launched_by_triton(driver, monkeypatch, old, new):
+    monkeypatch.setattr(Jitted, "ptx", PTX.replace(old, new))
+    assert Jitted.ptx != PTX
     jitted, launches = Jitted(), Launches()
     for _ in range(3):
-        launches((torch.randn(3), None), lambda *arguments: [kernel(jitted, *arguments)])
+        launches((torch.randn(3), torch.randn(3)), lambda *arguments: [kernel(jitted, *arguments)])
     assert len(jitted.launches) == 3
-    assert not jitted.runs
+    assert not driver.launches
     assert len(jitted.compiled) == 1
 
 
-def test_kernels_run_in_their_order_and_pieces_lie_where_they_lay():
+def test_without_a_compiler_triton_launches(driver, monkeypatch):
+    def build(*_):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(replay, "compile_module_from_src", build)
+    monkeypatch.setattr(replay, "module", functools.cache(replay.module.__wrapped__))
+    jitted, launches = Jitted(), Launches()
+    for _ in range(2):
+        launches((torch.randn(3), torch.randn(3)), lambda *arguments: [kernel(jitted, *arguments)])
+    assert len(jitted.launches) == 2
+    assert not driver.launches
+
+
+def test_a_thread_that_has_not_used_the_gpu_tries_again(driver, monkeypatch):
+    synchronized = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    launches = Launches()
+    driver.errors = [201]
+    for _ in range(2):
+        launches((torch.randn(3), torch.randn(3)), lambda *arguments: [kernel(Jitted(), *arguments)] * 2)
+    assert len(driver.launches) == 3
+    assert len(synchronized) == 1
+    driver.errors = [0, 700]
+    with pytest.raises(RuntimeError, match="refused to launch a kernel of Flow-Attention: error 700"):
+        launches((torch.randn(3), torch.randn(3)), None)
+
+
+def test_kernels_run_in_their_order_and_pieces_lie_where_they_lay(driver):
     jitted, launches = Jitted(), Launches()
 
     def describe(x, flat):
@@ -105,15 +213,16 @@ def test_kernels_run_in_their_order_and_pieces_lie_where_they_lay():
     assert views[0][1].data_ptr() == flat.data_ptr()
     assert views[2][0].data_ptr() == flat.data_ptr() + 24
     at = other.data_ptr()
-    assert [args[9:11] for args in jitted.runs] == [(y.data_ptr(), at), (at + 16, y.data_ptr()), (at + 24, at + 16)]
+    expected = [[y.data_ptr(), at], [at + 16, y.data_ptr()], [at + 24, at + 16]]
+    assert [pointers[:2] for _, pointers, _ in driver.launches] == expected
 
 
-def test_tensors_that_were_one_need_not_be_again():
-    jitted, launches = Jitted(), Launches()
+def test_tensors_that_were_one_need_not_be_again(driver):
+    launches = Launches()
     x, y, z = (torch.randn(3) for _ in range(3))
     for pair in ((x, x), (y, z)):
-        launches(pair, lambda *arguments: [kernel(jitted, *arguments)])
-    assert jitted.runs[0][9:11] == (y.data_ptr(), z.data_ptr())
+        launches(pair, lambda *arguments: [kernel(Jitted(), *arguments)])
+    assert driver.launches[0][1][:2] == [y.data_ptr(), z.data_ptr()]
 
 
 def test_a_kernel_that_does_not_fit_is_made_smaller():
@@ -182,7 +291,6 @@ def test_the_interpreter_remembers_nothing(monkeypatch):
     for _ in range(2):
         launches((torch.randn(3), None), lambda *arguments: [kernel(interpreted, *arguments)])
     assert len(interpreted.launches) == 2
-    assert not interpreted.runs
     assert not interpreted.compiled
 
 

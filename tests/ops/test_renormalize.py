@@ -11,7 +11,6 @@ from helpers import random_inputs, with_gradients
 from flowformer import (
     FlowState,
     FlowVariant,
-    explain,
     flow_attention,
     flow_attention_recurrent,
     flow_attention_varlen,
@@ -19,7 +18,6 @@ from flowformer import (
 )
 from flowformer.nn import FlowAttention
 from flowformer.ops import reference
-from flowformer.ops.triton import op as triton_op
 
 RENORMALIZED = FlowVariant(renormalize=True)
 VARIANTS = {
@@ -241,16 +239,6 @@ def test_low_precision_follows_the_oracle(is_causal):
         *(x.double() for x in inputs), is_causal=is_causal, variant=RENORMALIZED, powers=powers, backend="reference"
     )
     torch.testing.assert_close(result.double(), expected, rtol=2e-2, atol=1e-2)
-
-
-def test_the_kernels_refuse_it_with_a_reason(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if not triton_op.HAS_TRITON:
-        pytest.skip("needs triton")
-    query = torch.randn(1, 2, 5, 4)
-    assert "renormalize" in explain(query, query, query, variant=RENORMALIZED)
-    with pytest.raises(NotImplementedError, match="renormalize"):
-        flow_attention(query, query, query, variant=RENORMALIZED, backend="triton")
 
 
 def test_second_derivatives_exist():

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from forks import START_METHOD
 from torch import nn
 
 from flowformer import flow_attention
@@ -48,6 +49,9 @@ def sharded(model):
 
 
 def work(rank, store, results):
+    import quick_interpreter
+
+    quick_interpreter.install()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     x = batch()[2 * rank : 2 * rank + 2]
@@ -68,7 +72,8 @@ def batch():
 
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     # the kernels in Triton's interpreter, which the children find in the environment
-    torch.multiprocessing.spawn(work, (str(tmp_path / "store"), str(tmp_path / "results")), nprocs=2)
+    arguments = str(tmp_path / "store"), str(tmp_path / "results")
+    torch.multiprocessing.start_processes(work, arguments, nprocs=2, start_method=START_METHOD)
     whole = gradients(lambda model: model, batch())
     found = torch.load(tmp_path / "results")
     assert set(found) == {"DDP", "FSDP"}

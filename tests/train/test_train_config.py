@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ import torch
 from flowformer import FlowVariant
 from flowformer.train import config as configs
 from flowformer.train import recipes, tasks
-from flowformer.train.config import Schedule, override
+from flowformer.train.config import Schedule, TrainConfig, override
 
 TEXT = recipes.get("lra/text")
 
@@ -222,3 +223,8 @@ class TestRecipes:
     def test_every_config_has_a_folder_of_its_own(self):
         changes = ([], ["seed=1"], ["lr=0.1"], ["attention=softmax"], ["model.variant.clamp=1"])
         assert len({override(TEXT, change).name for change in changes}) == len(changes)
+
+    def test_a_new_field_does_not_rename_earlier_runs(self):
+        newer = dataclasses.make_dataclass("Newer", [("added", int, 3)], bases=(TrainConfig,), frozen=True)
+        fields = {field.name: getattr(TEXT, field.name) for field in dataclasses.fields(TEXT)}
+        assert newer(**fields).name == TEXT.name != newer(**fields, added=4).name

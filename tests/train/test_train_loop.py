@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from forks import FORKS
 from helpers import ROOT
 from tiny_training import CONFIG, SERIES, losses, random_cases
 
@@ -220,42 +220,35 @@ class TestResume:
         assert names == ["step-00000020", "step-00000024"]
 
 
-PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-from dataclasses import replace
-from tiny_training import CONFIG, SERIES
-from flowformer.train.loop import train
-train(replace(CONFIG, {changes}), sys.argv[1], splits=SERIES, resume=True)
-"""
+def run_alone(folder, changes):
+    torch.set_num_threads(1)
+    train(replace(CONFIG, steps=150, eval_every=50, **changes), folder, splits=SERIES, resume=True)
 
 
-def program(tmp_path, changes):
-    path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM.format(tests=str(ROOT / "tests"), changes=changes)))
-    return [sys.executable, str(path)]
+def in_a_process(folder, **changes):
+    process = FORKS.Process(target=run_alone, args=(folder, changes))
+    process.start()
+    return process
 
 
 def test_kill_9_and_resume_equals_the_uninterrupted_run(tmp_path):
-    changes = "steps=150, checkpoint_every=10, eval_every=50"
-    command, folder = program(tmp_path, changes), tmp_path / "killed"
-    process = subprocess.Popen([*command, str(folder)])
+    folder, whole = tmp_path / "killed", tmp_path / "whole"
+    process = in_a_process(folder, checkpoint_every=10)
     log = folder / "log.jsonl"
     deadline = time.monotonic() + 300
     while not (log.exists() and log.read_text().count("\n") > 20):
-        assert process.poll() is None
+        assert process.exitcode is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert 20 <= len(losses(folder)) < 150
-    # in programs of their own, as the first was: where a long-lived process puts data may change the last bit of a sum
-    subprocess.run([*command, str(folder)], check=True)
-    uninterrupted = program(tmp_path, changes.replace("checkpoint_every=10", "checkpoint_every=1000"))
-    subprocess.run([*uninterrupted, str(tmp_path / "whole")], check=True)
-    assert losses(folder) == losses(tmp_path / "whole")
+    # as the first was, not in this process: where a long-lived one puts data may change the last bit of a sum
+    for process in (in_a_process(folder, checkpoint_every=10), in_a_process(whole, checkpoint_every=1000)):
+        process.join()
+        assert process.exitcode == 0
+    assert losses(folder) == losses(whole)
 
 
 class TestSplitting:

@@ -48,6 +48,7 @@ class Case:
     amplitude: float = 1.0  # of queries and keys
     scale: float | None = None
     variant: dict[str, Any] = field(default_factory=dict)  # fields of FlowVariant that differ from the default
+    powers: bool = False  # of a renormalised variant; their gradient is taken if any is
     gradients: str = "qkv"  # of which inputs: query, key, value, state; with an e, from the end state, too
     autocast: str | None = None  # "same": of inputs that are in its dtype; "mixed": of a float32 query beside them
     seed: int = 0
@@ -112,7 +113,8 @@ def draw_configuration(random: Random, backend: str, limits: Limits) -> dict[str
         "key_heads": key_heads,
         "heads": key_heads * shared,
         "layouts": [random.choice(LAYOUTS)] * 3 if random.random() < 0.7 else random.choices(LAYOUTS, k=3),
-        "variant": _variant(random),
+        "variant": (variant := _variant(random)),
+        "powers": _takes_powers(variant) and random.random() < 0.7,
         "scale": random.choice([None, None, 1.0]),  # 1.0 stands for any number
         "gradients": random.choice(["", "qkv", "qkv", "qkv", "qkv"]),
     }
@@ -202,8 +204,14 @@ def _variant(random: Random) -> dict[str, Any]:
             eps=random.choice([1e-6, 1e-6, 1e-4, 1e-2]),
             flow_eps=random.choice([0.0, 0.0, 1e-6, 1e-3]),
             rescale=random.random() < 0.7,
+            renormalize=random.random() < 0.4,
         )
     )
+
+
+def _takes_powers(variant: dict[str, Any]) -> bool:
+    competes, allocates = variant.get("competition", "softmax"), variant.get("allocation", "sigmoid")
+    return variant.get("renormalize", False) and competes != "sigmoid" and allocates != "softmax"
 
 
 def _differences(variant: FlowVariant) -> dict[str, Any]:

@@ -41,13 +41,24 @@ class Inputs(NamedTuple):
     query_mask: Tensor | None
     key_mask: Tensor | None
     state: tuple[Tensor, ...] | None
+    powers: Tensor | None
     bounds: tuple[Tensor, Tensor] | None
     buffers: list[Tensor]
     random: torch.Generator
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        return self.query, self.key, self.value, *(self.state or ())
+        return self.query, self.key, self.value, *(self.state or ()), *(() if self.powers is None else (self.powers,))
+
+    def parts(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
+        """Of leaves: query, key and value; the state, if any; the powers, if any."""
+        count = 0 if self.state is None else 3
+        return leaves[:3], leaves[3 : 3 + count], None if self.powers is None else leaves[-1]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the gradients of the leaves."""
+        return GRADIENTS[: 3 if self.state is None else 6] + (() if self.powers is None else ("d_powers",))
 
 
 def check(case: Case, device: str) -> dict[str, Any]:
@@ -58,7 +69,8 @@ def check(case: Case, device: str) -> dict[str, Any]:
     - "kink": clamps that differ by a rounding make as much of a difference (a flow near its clamp has a gradient or
       none);
     - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential),
-      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms);
+      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms),
+      or of Σ c dc, which dc cancels where one source takes all;
     - "cancelled": the gradient is a difference of two terms of which no digit is left.
     """
     start = time.perf_counter()
@@ -87,12 +99,13 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
     before = [buffer.clone() for buffer in inputs.buffers]
 
     def run() -> dict[str, Tensor]:
-        wanted = [name in case.gradients for name in "qkvsss"[: len(inputs.leaves)]]
-        return _with_gradients(lambda leaves: _call(case, inputs, leaves), inputs.leaves, wanted, cotangents)
+        letters = "qkvsss"[: len(inputs.leaves) - case.powers]
+        wanted = [*(letter in case.gradients for letter in letters), *([bool(case.gradients)] * case.powers)]
+        return _with_gradients(lambda leaves: _call(case, inputs, leaves), inputs, inputs.leaves, wanted, cotangents)
 
     def oracle(tensors: Sequence[Tensor], of: Case = case, upstream: Mapping[str, Tensor] = cotangents):
         wanted = [bool(case.gradients)] * len(tensors)
-        return _with_gradients(lambda leaves: _exact(of, inputs, leaves), tensors, wanted, upstream)
+        return _with_gradients(lambda leaves: _exact(of, inputs, leaves), inputs, tensors, wanted, upstream)
 
     reasons = []
     results, again = run(), run()
@@ -111,7 +124,7 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
     # in float64 the oracle is plain PyTorch itself: the error of float32 tells how well the sums are conditioned
     coarse = torch.float32 if dtype == torch.float64 else dtype
     plain = oracle([x.to(coarse if i < 3 else torch.float32) for i, x in enumerate(exact)])
-    whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name.startswith("d_")))
+    whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name in GRADIENTS))
     # Triton's interpreter casts float32 to bfloat16 by leaving the last bits out
     truncates = case.backend == "triton" and device == "cpu" and dtype == torch.bfloat16
     errors: dict[str, Any] = {}
@@ -122,7 +135,7 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
             continue
         value, other, truth = _comparable(case, name, result, plain[name], truths[name])
         factor, size = (GRADIENT, whole) if name.startswith("d_") else (FORWARD, None)
-        error = measure(value, other, truth, factor, dtype, size, truncates, name == "d_scalars")
+        error = measure(value, other, truth, factor, dtype, size, truncates, name in ("d_scalars", "d_powers"))
         errors[name] = {"relative": error.relative, "ratio": error.ratio}
         if not error.obeys:
             broken.append(name)
@@ -151,8 +164,8 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
             oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (off, -off)
         )
         jumps = {name: (above[name] - below[name]).norm().item() for name in excess}
-        # some flows may be on the other side alone: what all of them add to a gradient of the state may cancel
-        if all(excess[name] <= jumps[name] * (2 if name in GRADIENTS[3:] else 1) for name in excess):
+        # some flows may be on the other side alone: what all of them add to a gradient of state or powers may cancel
+        if all(excess[name] <= jumps[name] * (1 if name in GRADIENTS[:3] else 2) for name in excess):
             return "kink"
     random = torch.Generator().manual_seed(case.seed)
 
@@ -166,7 +179,11 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
     of_inputs = oracle([rounded(x, rounding) for x in exact], upstream={
         name: rounded(grad.double(), rounding) for name, grad in cotangents.items()
     })  # fmt: skip
-    for others in (of_flows, of_inputs):
+    # that sum is kept in float32 also where inputs have half precision
+    share = min(off, ROUNDING)
+    with patch.object(Tensor, "softmax", lambda x, dim: _RoundedSoftmax.apply(x, dim, share)):
+        of_softmax = oracle(exact)
+    for others in (of_flows, of_inputs, of_softmax):
         if all(excess[name] <= GRADIENT * (others[name] - truths[name]).norm().item() for name in excess):
             return "conditioned"
     if set(excess) <= {"d_query", "d_key"}:
@@ -174,6 +191,23 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
         if all(max(excess[name], truths[name].norm().item()) <= noise[name] for name in excess):
             return "cancelled"
     return None
+
+
+class _RoundedSoftmax(torch.autograd.Function):
+    """A softmax y whose gradient y (dy − Σ y dy) has a sum that is off by a share of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, off: float) -> Tensor:
+        ctx.dim, ctx.off = dim, off
+        result = torch.softmax(x, dim)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        total = (result * grad).sum(ctx.dim, keepdim=True)
+        return result * (grad - total * (1 + ctx.off)), None, None
 
 
 def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapping[str, Tensor]) -> dict[str, float]:
@@ -235,12 +269,19 @@ def make_inputs(case: Case, device: str) -> Inputs:
         kept = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
         # packed tokens come before heads
         tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(kept), layout))
+    powers = None
+    if case.powers:
+        # τ of either sign, and a gate between open and twice the paper's
+        drawn = torch.rand(2, case.heads, generator=random)
+        drawn = torch.stack([3 * drawn[0] - 1, 2 * drawn[1]])
+        powers = put(drawn.to(torch.float64 if dtype == torch.float64 else torch.float32))
     state = None
     if case.past:
         past = [torch.randn(case.batch, case.heads, case.past, size, generator=random, dtype=torch.float64)
                 for size in (case.dim, case.dim, case.value_dim)]  # fmt: skip
         scaled = past[0] * case.amplitude, past[1] * case.amplitude, past[2]
-        _, parts = reference.causal(*scaled, None, None, _scale(case), **_variant(case).as_options())
+        learned = None if powers is None else powers.double().cpu()
+        _, parts = reference.causal(*scaled, None, None, _scale(case), powers=learned, **_variant(case).as_options())
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         turned = "turned" if "turned" in case.layouts else "contiguous"
         state = tuple(put(part.to(sums), turned) for part in parts)
@@ -249,16 +290,17 @@ def make_inputs(case: Case, device: str) -> Inputs:
         ends = [[0, *accumulate(lengths)] for lengths in (case.lengths, case.source_lengths)]
         index_dtype = torch.int32 if case.seed % 3 else torch.int64
         bounds = put(torch.tensor(ends[0], dtype=index_dtype)), put(torch.tensor(ends[1], dtype=index_dtype))
-    return Inputs(tensors[0], tensors[1], tensors[2], masks[0], masks[1], state, bounds, buffers, random)
+    return Inputs(tensors[0], tensors[1], tensors[2], masks[0], masks[1], state, powers, bounds, buffers, random)
 
 
 def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
     """What the public API returns: the result and, of a recurrent call, the three tensors of the state."""
-    query, key, value, *state = leaves
+    (query, key, value), state, powers = inputs.parts(leaves)
     options: dict[str, Any] = {
         "scale": case.scale,
         "enable_gqa": case.heads != case.key_heads,
         "variant": _variant(case),
+        "powers": powers,
         "backend": case.backend,
     }
     device = query.device.type
@@ -276,7 +318,8 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
         carried = FlowState(*state) if state else None
         if not state and case.seed % 4 == 0:
             sums = torch.float64 if dtype == torch.float64 else torch.float32
-            carried = FlowState.empty(case.batch, case.heads, case.dim, case.value_dim, device=query.device, dtype=sums)
+            sizes = case.batch, case.heads, case.dim, case.value_dim
+            carried = FlowState.empty(*sizes, variant=_variant(case), device=query.device, dtype=sums)
         parts = []
         for start, stop in pairwise([0, *case.cuts, case.sinks]):
             mask = None if inputs.key_mask is None else inputs.key_mask[:, start:stop]
@@ -288,13 +331,14 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The same by the reference, in the dtype of the leaves and without cuts."""
-    query, key, value, *state = leaves
+    (query, key, value), state, powers = inputs.parts(leaves)
     scale, variant = _scale(case), _variant(case)
     if not case.is_packed:
         if not case.is_causal:
-            return [exact_bidirectional(query, key, value, inputs.query_mask, inputs.key_mask, scale, variant)]
+            masks = inputs.query_mask, inputs.key_mask
+            return [exact_bidirectional(query, key, value, *masks, scale, variant, powers)]
         mask = joint_mask(inputs.query_mask, inputs.key_mask)
-        result, end = exact_causal(query, key, value, mask, tuple(state) or None, scale, variant)
+        result, end = exact_causal(query, key, value, mask, tuple(state) or None, scale, variant, powers)
         return [result, *end] if case.kind == "recurrent" else [result]
     parts = []
     starts, source_starts = accumulate([0, *case.lengths]), accumulate([0, *case.source_lengths])
@@ -302,17 +346,19 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
         q = query[at : at + length].transpose(0, 1)[None]
         k, v = (x[first : first + count].transpose(0, 1)[None] for x in (key, value))
         if case.is_causal:
-            result, _ = exact_causal(q, k, v, None, None, scale, variant)
+            result, _ = exact_causal(q, k, v, None, None, scale, variant, powers)
         else:
-            result = exact_bidirectional(q, k, v, None, None, scale, variant)
+            result = exact_bidirectional(q, k, v, None, None, scale, variant, powers)
         parts.append(result[0].transpose(0, 1))
     return [torch.cat([*parts, query.new_zeros(case.sinks, case.heads, case.value_dim)])]
 
 
-def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant) -> Tensor:
+def exact_bidirectional(
+    query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant, powers: Tensor | None = None
+) -> Tensor:
     """`reference.bidirectional` with grouped heads; above a size, without its N × M matrix."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
-    options = variant.as_options()
+    options = {**variant.as_options(), "powers": powers}
     if math.prod(query.shape[:3]) * key.shape[2] <= QUADRATIC[query.device.type]:
         return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **options)
     maps = reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
@@ -326,7 +372,9 @@ def exact_bidirectional(query, key, value, query_mask, key_mask, scale: float, v
     return (q @ memory * received[..., None]).to(query.dtype)
 
 
-def exact_causal(query, key, value, mask, state, scale: float, variant: FlowVariant) -> tuple[Tensor, tuple]:
+def exact_causal(
+    query, key, value, mask, state, scale: float, variant: FlowVariant, powers: Tensor | None = None
+) -> tuple[Tensor, tuple]:
     """`reference.causal` with grouped heads; above a size, in pieces that pass the state on."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     batch, heads, length, _ = query.shape
@@ -336,19 +384,21 @@ def exact_causal(query, key, value, mask, state, scale: float, variant: FlowVari
         tokens = slice(start, start + piece)
         part = None if mask is None else mask[:, tokens]
         q, k, v = (x[:, :, tokens] for x in (query, key, value))
-        result, state = reference.causal(q, k, v, part, state, scale, **variant.as_options())
+        result, state = reference.causal(q, k, v, part, state, scale, powers=powers, **variant.as_options())
         results.append(result)
     return torch.cat(results, 2), state
 
 
 def _with_gradients(
     function: Callable[[Sequence[Tensor]], list[Tensor]],
+    inputs: Inputs,
     leaves: Sequence[Tensor],
     wanted: Sequence[bool],
     cotangents: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """The outputs by name, and the gradients of the wanted leaves."""
-    named = {name: x.detach().requires_grad_(want) for name, x, want in zip(GRADIENTS, leaves, wanted, strict=False)}
+    parts = zip(inputs.gradients, leaves, wanted, strict=True)
+    named = {name: x.detach().requires_grad_(want) for name, x, want in parts}
     outputs = dict(zip(OUTPUTS, function(list(named.values())), strict=False))
     chosen = {name: x for name, x in named.items() if x.requires_grad}
     ends = [name for name, x in outputs.items() if name in cotangents and x.requires_grad]

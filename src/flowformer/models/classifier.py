@@ -204,7 +204,7 @@ class SequenceEncoder(FlowModel):
         if any(getattr(layer.attention, "_recorded", None) is not None for layer in self.layers):
             return False
         # the lengths have to be read, which tracing, torch.func and tensors without data do not allow
-        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
         return not traced and not mask.is_meta and type(mask) is Tensor
 
     def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:

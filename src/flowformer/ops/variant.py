@@ -40,7 +40,7 @@ class FlowVariant:
             about m/H times as large. Bidirectional only, and not in the Triton kernels.
         renormalize: divide by what a sink receives from competing sources, ⟨q, Σ c k⟩, in place of I. The rows of the
             flow matrix then sum to α, as those of a softmax sum to 1; without competition nothing changes. The calls
-            take learned `powers` of c and α with it. Not in the Triton kernels.
+            take learned `powers` of c and α with it.
 
     >>> FlowVariant(clamp=1.0) == FlowVariant.named("core")
     True

@@ -136,9 +136,26 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """The folder of the run, a different one for every config: it ends with a digest of all fields."""
-        digest = hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:8]
+        """The folder of the run, a different one for every config: it ends with a digest of what is not the default.
+
+        So a field that is added with a default leaves the names of earlier runs as they are. A default that is changed
+        does, too: change the recipes instead.
+        """
+        digest = hashlib.sha256(json.dumps(_chosen(self), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"
+
+
+def _chosen(config: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults, and those of the dataclasses inside."""
+    chosen = {}
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if dataclasses.is_dataclass(value):
+            chosen[each.name] = {"class": type(value).__name__} | _chosen(value)
+        elif value != default:
+            chosen[each.name] = value
+    return chosen
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ a block, T chunks of a segment, C tokens of a chunk. The three tensors of a stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ..common import Mask, Powers, State, empty_result, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
+from .causal_segment import SegmentInputs
 from .features import feature_gradient, features
 
 MIN_BLOCKS = 8
@@ -48,8 +49,8 @@ def forward(
                 out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant)
                 block.write_sinks(result, out)
                 continue
-            position = segment.position(valid, carried)
-            out, carried = causal_segment.forward(q, k, v, position, valid, carried, variant)
+            inputs = SegmentInputs(q, k, v, segment.position(valid, carried), valid)
+            out, carried = causal_segment.forward(inputs, carried, variant)
             block.write_sinks(result[:, :, segment.tokens], segment.join(out))
         for kept, last, part in zip(end, starts, carried, strict=True):
             block.write_sinks(kept, part)
@@ -77,10 +78,8 @@ def backward(
             start = tuple(block.sinks(part[index]) for part in starts)
             q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
             g = segment.cut(valid_values(block.sinks(grad[:, :, segment.tokens]), segment.mask(block, mask)))
-            position = segment.position(valid, start)
-            grad_q, grad_k, grad_v, carried = causal_segment.backward(
-                g, q, k, v, position, valid, start, carried, variant
-            )
+            inputs = SegmentInputs(q, k, v, segment.position(valid, start), valid)
+            grad_q, grad_k, grad_v, carried = causal_segment.backward(g, inputs, start, carried, variant)
             grad_q, grad_k = feature_gradient(grad_q, q, scale, variant), feature_gradient(grad_k, k, scale, variant)
             block.write_sinks(grad_query[:, :, segment.tokens], segment.join(grad_q))
             block.write_sources(grad_key[:, :, segment.tokens], segment.join(grad_k))
@@ -100,36 +99,8 @@ def graph(
     variant: FlowVariant,
     powers: Powers = None,
 ) -> tuple[Tensor, State]:
-    """`forward` as one graph of plain operators without loops: for export, at any length."""
-    segment = Segment.of(slice(None), query.shape[2], CHUNK)
-    return _autograd([segment], query, key, value, mask, state, scale, variant, powers)
-
-
-def segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> tuple[Tensor, State]:
-    """`forward` of plain operators, for autograd of variants that have no operator."""
-    return _autograd(_segments(query), query, key, value, mask, state, scale, variant, powers)
-
-
-def _autograd(
-    parts: Iterable[Segment],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers,
-) -> tuple[Tensor, State]:
+    """`forward` of plain operators: for export, as one graph without loops for any length, and for autograd of variants
+    that have no operator."""
     block, query, key, value = one_block(query, key, value)
     sums, memory, scalars = (block.sinks(part) for part in state)
     # a count has no gradient
@@ -139,7 +110,8 @@ def _autograd(
     if query.shape[2] == 0:
         q, k, v = block.inputs(query, key, value)
         results.append(q @ (k.mT @ v))  # nothing, but differentiable
-    for segment in parts:
+    whole = Segment.of(slice(None), query.shape[2], CHUNK)
+    for segment in [whole] if torch.compiler.is_exporting() else _segments(query):
         q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
         if segment.chunks * segment.chunk == 1:
             from . import decode
@@ -148,8 +120,8 @@ def _autograd(
             out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant, powers)
             results.append(out[:, None])
             continue
-        position = segment.position(valid, carried)
-        out, carried = causal_segment.forward(q, k, v, position, valid, carried, variant, powers)
+        inputs = SegmentInputs(q, k, v, segment.position(valid, carried), valid)
+        out, carried = causal_segment.forward(inputs, carried, variant, powers)
         results.append(segment.join(out))
     rows = query.shape[:2]
     result: Tensor = torch.cat(results, 1).unflatten(0, rows)

@@ -20,6 +20,14 @@ from ..common import Mask, Powers, State
 from ..variant import FlowVariant
 
 
+class SegmentInputs(NamedTuple):
+    q: Tensor  # features, (G, T, C, D), 0 where masked, as all below
+    k: Tensor
+    v: Tensor  # (G, T, C, E)
+    position: Tensor  # D, counted from 1, (G, T, C)
+    valid: Mask  # (G, T, C)
+
+
 class SegmentFlows(NamedTuple):
     """Everything the forward pass computes but the result; the backward pass computes it again."""
 
@@ -39,17 +47,8 @@ class SegmentFlows(NamedTuple):
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
-def _flows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    valid: Mask,
-    state: State,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> SegmentFlows:
-    """All flows of a segment: q, k (G, T, C, D) are features, position (D, from 1) and valid are (G, T, C)."""
+def _flows(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Powers = None) -> SegmentFlows:
+    q, k, v, position, valid = inputs
     sums, memory, scalars = state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
     products = q @ k.mT
@@ -124,20 +123,11 @@ def _flows(
     )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    valid: Mask,
-    state: State,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> tuple[Tensor, State]:
+def forward(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Powers = None) -> tuple[Tensor, State]:
     """R, (G, T, C, E), and the state after the segment; powers (2, G) are for plain autograd, not for `backward`."""
-    s = _flows(q, k, v, position, valid, state, variant, powers)
-    result = q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ v
-    result *= (s.received / position)[..., None]
+    s = _flows(inputs, state, variant, powers)
+    result = inputs.q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ inputs.v
+    result *= (s.received / inputs.position)[..., None]
     logs = [
         start if running is None else torch.where(s.tokens > 0, running[:, -1], -torch.inf)
         for running, start in ((s.log_outgoing, state[2][:, 1]), (s.log_incoming, state[2][:, 2]))
@@ -146,18 +136,11 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Tensor,
-    valid: Mask,
-    state: State,
-    grad_state: State,
-    variant: FlowVariant,
+    grad: Tensor, inputs: SegmentInputs, state: State, grad_state: State, variant: FlowVariant
 ) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
-    s = _flows(q, k, v, position, valid, state, variant)
+    q, k, v, position, valid = inputs
+    s = _flows(inputs, state, variant)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
     received = s.received / position

@@ -19,7 +19,6 @@ from .causal import backward as causal_backward
 from .causal import empty_starts
 from .causal import forward as causal_forward
 from .causal import graph as causal_graph
-from .causal import segments as causal_segments
 
 if TYPE_CHECKING:
     from ..varlen import Lengths
@@ -77,9 +76,8 @@ def recurrent(
     if state is None:
         state = empty_state(query, value, variant)
     if torch.compiler.is_exporting() or not variant.has_operator:
-        run = causal_graph if torch.compiler.is_exporting() else causal_segments
         with torch.autocast(query.device.type, enabled=False):
-            return run(query, key, value, mask, state, scale, variant, powers)
+            return causal_graph(query, key, value, mask, state, scale, variant, powers)
     tensors = query, key, value, mask, *state
     result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
     return result, tuple(rest[:3])
@@ -100,9 +98,8 @@ def packed(
         # here, as in the other functions for packed sequences: every import of the package would pay for it
         from . import varlen
 
-        run = varlen.graph if torch.compiler.is_exporting() else varlen.groups
         with torch.autocast(query.device.type, enabled=False):
-            return run(query, key, value, lengths, is_causal, scale, variant, powers)
+            return varlen.graph(query, key, value, lengths, is_causal, scale, variant, powers)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
     result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
     return result

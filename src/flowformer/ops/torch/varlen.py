@@ -8,13 +8,13 @@ Shapes: query (T, H, D), key (T', H_kv, D), value (T', H_kv, E), cu_seqlens (B +
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..common import Powers
+from ..common import Mask, Powers
 from ..state import empty_state
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -26,16 +26,12 @@ GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has mo
 def forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
 ) -> Tensor:
-    # tokens after the last sequence belong to none, and give 0
-    result = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for group in _groups(query, key, lengths, is_causal):
-        q, k, v = group.sinks.pad(query), group.sources.pad(key), group.sources.pad(value)
+    def attend(q: Tensor, k: Tensor, v: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
         if is_causal:
-            out, *_ = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), scale, variant)
-        else:
-            out, _ = bidirectional.forward(q, k, v, group.sinks.mask, group.sources.mask, scale, variant)
-        group.sinks.unpad(out, result)
-    return result
+            return causal.forward(q, k, v, query_mask, empty_state(q, v), scale, variant)[0]
+        return bidirectional.forward(q, k, v, query_mask, key_mask, scale, variant)[0]
+
+    return _by_groups(query, key, value, _groups(query, key, lengths, is_causal), attend)
 
 
 def backward(
@@ -66,29 +62,6 @@ def backward(
     return grads
 
 
-def groups(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers,
-) -> Tensor:
-    """`forward` of plain operators, for autograd of variants that have no operator."""
-    result = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for group in _groups(query, key, lengths, is_causal):
-        q, k, v = group.sinks.pad(query), group.sources.pad(key), group.sources.pad(value)
-        if is_causal:
-            state = empty_state(q, v, variant)
-            out, _ = causal.segments(q, k, v, group.sinks.mask, state, scale, variant, powers)
-        else:
-            out = bidirectional.graph(q, k, v, group.sinks.mask, group.sources.mask, scale, variant, powers)
-        group.sinks.unpad(out, result)
-    return result
-
-
 def graph(
     query: Tensor,
     key: Tensor,
@@ -99,14 +72,19 @@ def graph(
     variant: FlowVariant,
     powers: Powers,
 ) -> Tensor:
-    """`forward` as one graph of plain operators that depends on no length: for export."""
+    """`forward` of plain operators: for export, as one graph that depends on no length, and for autograd of variants
+    that have no operator."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
+        if is_causal:
+            return causal.graph(q, k, v, query_mask, empty_state(q, v, variant), scale, variant, powers)[0]
+        return bidirectional.graph(q, k, v, query_mask, key_mask, scale, variant, powers)
+
+    if not torch.compiler.is_exporting():
+        return _by_groups(query, key, value, _groups(query, key, lengths, is_causal), attend)
     sinks = PaddedSequences.all(lengths[0], lengths[2])
     sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])
-    q, k, v = sinks.pad(query), sources.pad(key), sources.pad(value)
-    if is_causal:
-        out, _ = causal.graph(q, k, v, sinks.mask, empty_state(q, v, variant), scale, variant, powers)
-    else:
-        out = bidirectional.graph(q, k, v, sinks.mask, sources.mask, scale, variant, powers)
+    out = attend(sinks.pad(query), sources.pad(key), sources.pad(value), sinks.mask, sources.mask)
     result = query.new_zeros(query.shape[0], *out.shape[1::2])
     # a position without a token holds 0, so it adds nothing to the token 0 that it points at
     return result.index_add(0, sinks.tokens.flatten(), out.transpose(1, 2).flatten(0, 1))
@@ -115,6 +93,17 @@ def graph(
 class _Group(NamedTuple):
     sinks: PaddedSequences
     sources: PaddedSequences
+
+
+def _by_groups(
+    query: Tensor, key: Tensor, value: Tensor, groups: Iterator[_Group], attend: Callable[..., Tensor]
+) -> Tensor:
+    # tokens after the last sequence belong to none, and give 0
+    result = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for sinks, sources in groups:
+        out = attend(sinks.pad(query), sources.pad(key), sources.pad(value), sinks.mask, sources.mask)
+        sinks.unpad(out, result)
+    return result
 
 
 def _groups(query: Tensor, key: Tensor, lengths: Lengths, is_causal: bool) -> Iterator[_Group]:

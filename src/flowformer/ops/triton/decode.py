@@ -1,7 +1,7 @@
 """One token of causal Flow-Attention for every head, in one launch, with the state updated in place.
 
-Shapes: query (B, H, 1, D), key (B, H_kv, 1, D), value (B, H_kv, 1, E), mask (B, 1) bool; the state's sums (B, H, 4, D),
-memory (B, H, D, E) and scalars (B, H, 3), as in `FlowState`.
+Shapes: query (B, H, 1, D), key (B, H_kv, 1, D), value (B, H_kv, 1, E), mask (B, 1) bool, powers (2, H); the state's
+sums (B, H, 4, D), or with `renormalize` (B, H, 5, D), memory (B, H, D, E) and scalars (B, H, 3), as in `FlowState`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common import VARIANT, Mask, State, empty_result, register
+from ..common import Mask, Powers, State, empty_result, register
 from ..variant import FlowVariant
 from .decode_kernel import decode_kernel
 from .launch import Argument, Kernel
-from .plan import Plan, Signatures, plan_of
+from .plan import OPTIONS, Plan, Signatures, contiguous, options_of, plan_of, variant_of
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, state: State, scale: float, variant: FlowVariant,
-    mask: Mask = None
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: State,
+    scale: float,
+    variant: FlowVariant,
+    mask: Mask = None,
+    powers: Powers = None,
+) -> Tensor:
     """The result (B, H, 1, E) of one more token. The state is changed in place, except in rows where mask is False.
 
     Not differentiable. The tensors of the state must be contiguous: they are written where they lie.
@@ -33,7 +39,8 @@ def decode(
         raise ValueError(f"decode takes one token a call, got {query.shape[2]}; pass several to causal with the state.")
     if not all(part.is_contiguous() for part in state):
         raise ValueError("decode changes the state in place, so its tensors must be contiguous; pass state.clone().")
-    result: Tensor = torch.ops.flowformer.triton_decode(query, key, value, mask, *state, scale, *variant.as_args())
+    options = options_of(scale, variant)
+    result: Tensor = torch.ops.flowformer.triton_decode(query, key, value, mask, powers, *state, *options)
     return result
 
 
@@ -41,14 +48,14 @@ class DecodePlan(Plan):
     """The plan of one token.
 
     Args:
-        tensors: the signatures of query, key, value, mask, result, and of the three tensors of the state.
-        options: the scale, then what FlowVariant.as_args returns.
+        tensors: the signatures of query, key, value, mask, powers, result, and of the three tensors of the state.
+        options: what `options_of` returns.
     """
 
     def __init__(self, tensors: Signatures, device: torch.device, *options: Any) -> None:
         super().__init__()
-        scale, variant = options[0], FlowVariant(*options[1:])
-        query, key, value, mask, result, *_ = tensors
+        scale, variant = options[0], variant_of(options)
+        query, key, value, mask, _, result, *_ = tensors
         (batch, heads, _, dim), key_heads, value_dim = query[0], key[0][1], value[0][-1]
         block = triton.next_power_of_2(dim)
         self.grid = batch * heads, 1, 1
@@ -65,6 +72,7 @@ class DecodePlan(Plan):
             "MAP": variant.feature_map,
             "COMPETITION": variant.competition,
             "ALLOCATION": variant.allocation != "none",
+            "RENORMALIZE": variant.renormalize,
         }
 
     def forward(self, *tensors: Argument | None) -> Iterator[Kernel]:
@@ -72,13 +80,21 @@ class DecodePlan(Plan):
 
 
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, sums: Tensor, memory: Tensor, scalars: Tensor, *options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    powers: Powers,
+    sums: Tensor,
+    memory: Tensor,
+    scalars: Tensor,
+    *options: Any,
 ) -> Tensor:
     result = empty_result(query, value.shape[-1])
     if not result.numel():
         return result
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    tensors = query, key, value, mask, result, sums, memory, scalars
+    tensors = query, key, value, mask, contiguous(powers), result, sums, memory, scalars
     plan = plan_of(DecodePlan, tensors, *options)
     plan.launches(tensors, plan.forward)
     return result
@@ -89,8 +105,8 @@ def _fake_decode(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 register(
-    "triton_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!) sums, Tensor(b!) memory, "
-    f"Tensor(c!) scalars, {VARIANT}) -> Tensor",
+    "triton_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? powers, Tensor(a!) sums, "
+    f"Tensor(b!) memory, Tensor(c!) scalars, {OPTIONS}) -> Tensor",
     _decode,
     _fake_decode,
 )

@@ -1,12 +1,11 @@
 """Launch cache: the kernels of a call are compiled once, in parallel, then replayed with new pointers.
 
 Triton re-specialises the arguments of every launch, which costs more than a short kernel runs. So the first call of a
-plan records the compiled launchers, and later calls only fill in pointers and the stream.
+plan records the compiled kernels, and later calls only fill in pointers and the stream (`replay.py`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -22,10 +21,10 @@ import torch
 import triton
 from torch import Tensor
 
-# Releases whose launcher was replayed on a GPU: it takes (grid, stream, function, metadata, hooks, arguments). With any
-# other release every call goes through Triton's own launch.
-REPLAYABLE = ("3.6.",)
-STREAM = 3  # where that launcher takes the stream
+from . import replay
+
+# a·b + c with one rounding, as when the kernels were measured; from Triton 3.10 on that is not the default
+_FUSED = {"enable_fp_fusion": True}
 
 # Kernels are not compiled for lengths and strides; `plan.Strides` says what is known of strides.
 _TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "own", "other", "left", "right", "out")
@@ -72,10 +71,6 @@ class Kernel(NamedTuple):
     smaller: Sequence[Mapping[str, Any]] = ()  # replacements for constants, tried in turn until shared memory suffices
 
 
-# a launcher, the values that it takes, and (slot, position, start) of those that point into tensors
-Recorded = tuple[Callable[..., None], list[Any], list[tuple[int, int, int]]]
-
-
 class Launches:
     """The kernels of one plan: compiled at its first call, replayed at later ones.
 
@@ -114,9 +109,8 @@ class Launches:
             for kernel in kernels:
                 compiled.append(_launch(kernel))
             # the interpreter compiles nothing
-            if None not in compiled and triton.__version__.startswith(REPLAYABLE):
-                recorded = [_record(kernel, each) for kernel, each in zip(kernels, compiled, strict=True)]
-                self._replay = functools.partial(_replay, recorded, tensors[0].device.index)
+            if None not in compiled:
+                self._replay = replay.program(kernels, compiled, tensors[0].device.index)
 
 
 def fit(kernels: Sequence[Kernel], device: torch.device, wgmma: bool) -> list[Mapping[str, Any]]:
@@ -146,11 +140,11 @@ def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
     """Compiles kernels without running them. Returns: the bytes of shared memory that each needs."""
     with _compiling, nullcontext() if wgmma else _without_wgmma():
         forks = Forks()
+        forks.submit(replay.module)
         # an error that leaves the mode would leave it active for good: it is raised by `result`
         with triton.AsyncCompileMode(forks, ignore_errors=True):
             compiled = [
-                kernel.function.warmup(*_values(kernel), **kernel.constants, num_warps=kernel.warps, grid=kernel.grid)
-                for kernel in kernels
+                kernel.function.warmup(*_values(kernel), **_options(kernel), grid=kernel.grid) for kernel in kernels
             ]
             forks.join()
     # a kernel that was compiled before is no future
@@ -180,8 +174,9 @@ class Forks(Executor):
         if child == 0:
             with suppress(BaseException):
                 compiled = function()
-                # Triton 3.6 has a C compiler build a launcher for every signature, otherwise at the first launch
-                triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+                if hasattr(compiled, "src"):
+                    # Triton 3.6 has a C compiler build a launcher for every signature, otherwise at the first launch
+                    triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
             os._exit(0)
         self._running.append((child, function, future))
         return future
@@ -216,31 +211,13 @@ def _values(kernel: Kernel) -> list[Any]:
     return [*(None if x is None else x.tensor for x in kernel.arguments), *kernel.numbers]
 
 
+def _options(kernel: Kernel) -> dict[str, Any]:
+    return {**kernel.constants, **_FUSED, "num_warps": kernel.warps}
+
+
 def _launch(kernel: Kernel) -> Any:
     """Triton's own launch. Returns: the compiled kernel, None in the interpreter."""
-    return kernel.function[kernel.grid](*_values(kernel), **kernel.constants, num_warps=kernel.warps)
-
-
-def _record(kernel: Kernel, compiled: Any) -> Recorded:
-    """The launcher of a kernel, the values that it takes, and which of them point into which tensor."""
-    # no stream yet, and none of the hooks of profilers
-    head = [*kernel.grid, None, compiled.function, compiled.packed_metadata, None, None, None]
-    slots = [(slot, *x[1:]) for slot, x in enumerate(kernel.arguments, len(head)) if x is not None]
-    names = kernel.function.arg_names[len(kernel.arguments) + len(kernel.numbers) :]
-    constants = (kernel.constants[name] for name in names)
-    return compiled.run, [*head, *(None for _ in kernel.arguments), *kernel.numbers, *constants], slots
-
-
-def _replay(recorded: Sequence[Recorded], device: int, tensors: Sequence[Any]) -> None:
-    # Triton would ask the driver about each tensor
-    pointers = [0 if x is None else x.data_ptr() for x in tensors]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    for run, values, slots in recorded:
-        values = values.copy()
-        values[STREAM] = stream
-        for slot, position, start in slots:
-            values[slot] = pointers[position] + start
-        run(*values)
+    return kernel.function[kernel.grid](*_values(kernel), **_options(kernel))
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common import Mask, State
+from ..common import Mask, Powers, State
 from ..variant import FlowVariant
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         reasons.append(f"head dimensions {dims[0]} and {dims[1]} (the kernels take 1 to {largest} on this device)")
     if variant.competitors == "heads" or variant.feature_map == "relu+eps":
         reasons.append('the kernels have no competitors="heads" and no feature_map="relu+eps"')
-    if variant.renormalize:
-        reasons.append("renormalize=True (the kernels divide by I)")
     if variant.allocation == "softmax":
         reasons.append(
             'allocation="softmax" (its normaliser over the sinks would take one more pass, forward and backward; the '
@@ -61,36 +59,59 @@ def by_name(query: Tensor) -> bool:
 
 
 def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention`."""
     from .bidirectional.op import bidirectional
 
-    return bidirectional(query, key, value, query_mask, key_mask, scale, variant)
+    return bidirectional(query, key, value, query_mask, key_mask, scale, variant, powers)
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
+) -> Tensor:
     """See `flow_attention`."""
     from .causal.op import causal
 
-    return causal(query, key, value, mask, scale, variant)
+    return causal(query, key, value, mask, scale, variant, powers)
 
 
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> tuple[Tensor, State]:
     """See `flow_attention_recurrent`."""
     from .causal.op import recurrent
 
-    return recurrent(query, key, value, mask, state, scale, variant)
+    return recurrent(query, key, value, mask, state, scale, variant, powers)
 
 
 def packed(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention_varlen`."""
     if is_causal:
         from .causal.op import packed
     else:
         from .bidirectional.op import packed
-    return packed(query, key, value, lengths, scale, variant)
+    return packed(query, key, value, lengths, scale, variant, powers)

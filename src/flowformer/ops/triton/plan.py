@@ -6,15 +6,19 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
+from ..common import VARIANT
+from ..variant import FlowVariant
 from .launch import Launches
 
 PLAN_CACHE_SIZE = 512
+OPTIONS = f"{VARIANT}, bool renormalize"
 
 Signatures = tuple[Any, ...]  # of `signature`: a tuple for each tensor, None for one that was not passed
 
@@ -26,6 +30,19 @@ class Tuning(NamedTuple):
     stages: int  # blocks of tokens in the software pipeline
     block: int = 0  # tokens at once; causal kernels of one head all take `Config.chunk`
     eye: bool = True  # whether tokens enter through a product with the identity, see `blocks.load_features`
+
+
+Options = tuple[Any, ...]  # of `options_of`: the scale, then the fields of a FlowVariant
+
+
+def options_of(scale: float, variant: FlowVariant) -> Options:
+    """The plain arguments that end the schema of every operator here: `OPTIONS`."""
+    return scale, *variant.as_args(), variant.renormalize
+
+
+def variant_of(options: Options) -> FlowVariant:
+    *fields, renormalize = options[1:]
+    return replace(FlowVariant(*fields), renormalize=renormalize)
 
 
 class Plan:

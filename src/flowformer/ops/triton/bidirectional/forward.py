@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from ..launch import kernel
-from ..numerics import clamped, sigmoid
+from ..numerics import LOG_ZERO, sigmoid
+from ..powers import competing_flow, load_gamma, load_tau, raised_allocation
 from ..precision import dot_split, dot_tn
 from .blocks import (
     add_eps,
@@ -166,19 +167,20 @@ def flows_kernel(
 
 @kernel
 def memory_kernel(
-    p_key, p_value, p_key_mask, p_key_bounds, p_partial, p_conserved_outgoing,
+    p_key, p_value, p_key_mask, p_key_bounds, p_powers, p_partial, p_conserved_outgoing, p_competing,
     k_batch, k_head, k_token, v_batch, v_head, v_token, sources, heads, segments, scale, eps, flow_eps, clamp,
     SHARED: tl.constexpr, KEEP: tl.constexpr, COMPETITION: tl.constexpr, WHOLE: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, ALIGN: tl.constexpr,
     DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3: Ô, and S weighted by exp(Ô − reference), the mass of each source.
+    """Pass 3: Ô, and S weighted by exp(τ Ô − reference), the mass of each source.
 
     Grid:   (records · segments, tiles of E).
     Reads:  K, V; Σq/I of all segments of the head in `partial`.
     Writes: Ô (B·H, M) if a backward pass is to KEEP it; S, reference and mass of each segment's record, which of a
-            WHOLE head is finished.
+            WHOLE head is finished; if the result is renormalised, Σ c k weighted as S is (`competing`, one vector for
+            each segment).
     """
     k_token = D if DENSE else k_token * ALIGN
     v_token = E if DENSE else v_token * ALIGN
@@ -197,6 +199,9 @@ def memory_kernel(
     conserved_query_sum = sum_vector(p_records, CONSERVED_QUERY_SUM, segments, columns, D, E)
     conserved_query_sum = add_eps(conserved_query_sum, columns, eps, D)
     constant = eps * tl.sum(conserved_query_sum, 0) + flow_eps
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
 
     # Ô is not negative, and at most Σ_i q_i/I_i where φ ≤ 1: exp needs a reference only where that bound is large
     reference = tl.zeros((), tl.float32)
@@ -204,14 +209,20 @@ def memory_kernel(
         bound = clamp
         if MAP == "sigmoid":
             bound = tl.minimum(clamp, tl.sum(conserved_query_sum, 0) + constant)
+        if tau is not None:
+            bound *= tl.abs(tau)
         if bound > 40:
+            if tau is not None:
+                # τ Ô may be negative, of all sources
+                reference += LOG_ZERO
             for start in tl.range(0, count, BLOCK):
                 valid = load_valid(p_key_mask, mask_start, start, offset, count)
                 b_key = load_features(p_key, k_token, start, offset, valid, columns, b_eye, scale, D, MAP, FAST, EYE)
-                flow = clamped(tl.sum(b_key * conserved_query_sum[None, :], 1) + constant, -clamp, clamp)
-                reference = tl.maximum(reference, tl.max(tl.where(valid, flow, 0.0), 0))
+                flow = competing_flow(tl.sum(b_key * conserved_query_sum[None, :], 1) + constant, clamp, tau)
+                reference = tl.maximum(reference, tl.max(tl.where(valid, flow, 0.0 if tau is None else LOG_ZERO), 0))
 
     b_memory = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
+    b_competing = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         valid = load_valid(p_key_mask, mask_start, start, offset, count)
@@ -220,7 +231,7 @@ def memory_kernel(
         flow = tl.sum(b_key * conserved_query_sum[None, :], 1) + constant
         if KEEP and tl.program_id(1) == 0:
             tl.store(p_conserved_outgoing + start + offset, flow, mask=offset < count - start)
-        flow = clamped(flow, -clamp, clamp)
+        flow = competing_flow(flow, clamp, tau)
         if COMPETITION == "softmax":
             weight = tl.exp(flow - reference)
         elif COMPETITION == "sigmoid":
@@ -229,13 +240,18 @@ def memory_kernel(
             weight = tl.full((BLOCK,), 1.0, tl.float32)
         weight = tl.where(valid, weight, 0.0)
         mass += weight
-        b_memory = dot_tn(b_key * weight[:, None], b_value, b_memory, PRECISION)
+        b_weighted = b_key * weight[:, None]
+        if p_competing is not None:
+            b_competing += b_weighted
+        b_memory = dot_tn(b_weighted, b_value, b_memory, PRECISION)
     p_memory = p_own + (columns[:, None] * E + values[None, :])
     inside = (columns < D)[:, None] & (values < E)[None, :]
     if WHOLE:
         m, n = tl.load(scalar_at(p_own, SOURCES, D, E)), tl.load(scalar_at(p_own, SINKS, D, E))
         inverse = _inverse_mass(tl.sum(mass, 0), m, COMPETITION)
         tl.store(p_memory, b_memory * inverse, mask=inside)
+        if p_competing is not None and tl.program_id(1) == 0:
+            tl.store(p_competing + record * D + columns, tl.sum(b_competing, 0) * inverse, mask=columns < D)
         # the scalars stored next are those just loaded: all threads must have loaded them
         tl.debug_barrier()
         if tl.program_id(1) == 0:
@@ -245,6 +261,9 @@ def memory_kernel(
         if tl.program_id(1) == 0:
             tl.store(scalar_at(p_own, REFERENCE, D, E), reference)
             tl.store(scalar_at(p_own, MASS, D, E), tl.sum(mass, 0))
+            if p_competing is not None:
+                p_to = p_competing + (record * segments + segment) * D + columns
+                tl.store(p_to, tl.sum(b_competing, 0), mask=columns < D)
 
 
 @triton.jit
@@ -269,26 +288,30 @@ def _store_finished(
 
 @kernel
 def finish_kernel(
-    p_partial, p_records, segments,
-    COMPETITION: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
-    VECTORS: tl.constexpr,
+    p_partial, p_records, p_competing_parts, p_competing, segments,
+    COMPETITION: tl.constexpr, RESCALE: tl.constexpr, SIGNED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    CHUNK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """The record of each head from those of its segments, of which there are several.
 
     Grid:   (records, chunks of S).
-    Reads:  `partial`, the records of all segments of the head.
-    Writes: `records`, one finished record a head.
+    Reads:  `partial`, the records of all segments of the head; if the result is renormalised, Σ c k of the segments.
+    Writes: `records`, one finished record a head, and Σ c k, divided by μ as S is.
+
+    SIGNED says that references may be negative, as those of τ Ô.
     """
     p_partial = record_at(p_partial, tl.program_id(0).to(tl.int64) * segments, D, E)
     p_records = record_at(p_records, tl.program_id(0).to(tl.int64), D, E)
-    m, n, mass, reference = 0.0, 0.0, 0.0, 0.0
+    LEAST: tl.constexpr = LOG_ZERO if SIGNED else 0.0
+    m, n, mass, reference = 0.0, 0.0, 0.0, LEAST
     for start in range(0, segments, 16):
         segment = start + tl.arange(0, 16)
         keep = segment < segments
         p_each = record_at(p_partial, segment, D, E)
         m += tl.sum(tl.load(scalar_at(p_each, SOURCES, D, E), mask=keep, other=0.0), 0)
         n += tl.sum(tl.load(scalar_at(p_each, SINKS, D, E), mask=keep, other=0.0), 0)
-        reference = tl.maximum(reference, tl.max(tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=0.0), 0))
+        each = tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=LEAST)
+        reference = tl.maximum(reference, tl.max(each, 0))
 
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     memory = tl.zeros((CHUNK,), tl.float32)
@@ -296,7 +319,7 @@ def finish_kernel(
         segment = start + tl.arange(0, 4)
         keep = segment < segments
         p_each = record_at(p_partial, segment, D, E)
-        weight = tl.exp(tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=0.0) - reference)
+        weight = tl.exp(tl.load(scalar_at(p_each, REFERENCE, D, E), mask=keep, other=LEAST) - reference)
         mass += tl.sum(weight * tl.load(scalar_at(p_each, MASS, D, E), mask=keep, other=0.0), 0)
         keep = keep[:, None] & (index < D * E)[None, :]
         b_part = tl.load(record_at(p_partial, segment[:, None], D, E) + index[None, :], mask=keep, other=0.0)
@@ -305,6 +328,14 @@ def finish_kernel(
     tl.store(p_records + index, memory * inverse, mask=index < D * E)
     if tl.program_id(1) == 0:
         columns = tl.arange(0, VECTORS)
+        if p_competing is not None:
+            competing = tl.zeros((VECTORS,), tl.float32)
+            for segment in range(0, segments):
+                weight = tl.exp(tl.load(scalar_at(record_at(p_partial, segment, D, E), REFERENCE, D, E)) - reference)
+                p_each = p_competing_parts + (tl.program_id(0).to(tl.int64) * segments + segment) * D
+                competing += weight * tl.load(p_each + columns, mask=columns < D, other=0.0)
+            p_to = p_competing + tl.program_id(0).to(tl.int64) * D + columns
+            tl.store(p_to, competing * inverse, mask=columns < D)
         # all four at once
         vectors = sum_segments(vector_at(p_partial, KEY_SUM, D, E), segments, columns, 4 * D, 4, D, E)
         tl.store(vector_at(p_records, KEY_SUM, D, E) + columns, vectors, mask=columns < 4 * D)
@@ -313,17 +344,18 @@ def finish_kernel(
 
 @kernel
 def result_kernel(
-    p_query, p_out, p_query_mask, p_query_bounds, p_records, p_incoming, p_allocation,
+    p_query, p_out, p_query_mask, p_query_bounds, p_powers, p_records, p_incoming, p_allocation, p_competing,
+    p_competing_flow,
     q_batch, q_head, q_token, r_batch, r_head, r_token, sinks, heads, segments, scale, eps, flow_eps,
     KEEP: tl.constexpr, ALLOCATION: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
     EYE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 4: Î, α and R = α μ/I · q S.
+    """Pass 4: Î, α and R = α μ/I · q S; if the result is renormalised, W = ⟨q, Σ c k⟩ takes the place of I.
 
     Grid:   (records · segments,), heads in reverse. A program loops over tiles of E.
-    Reads:  Q; I; the finished record of the head.
-    Writes: R (B, H, N, E); α (B·H, N) if a backward pass is to KEEP it.
+    Reads:  Q; I; the finished record of the head, or its Σ c k (`competing`).
+    Writes: R (B, H, N, E); if a backward pass is to KEEP them, W and α (B·H, N), with powers σ(r Î) instead of α.
     """
     q_token = D if DENSE else q_token * ALIGN
     r_token = E if DENSE else r_token * ALIGN
@@ -342,6 +374,14 @@ def result_kernel(
     conserved_key_sum = add_eps(load_vector(p_records, CONSERVED_KEY_SUM, columns, D, E), columns, eps, D)
     constant = eps * tl.sum(conserved_key_sum, 0) + flow_eps
     factor, ratio = tl.load(scalar_at(p_records, FACTOR, D, E)), tl.load(scalar_at(p_records, RATIO, D, E))
+    gamma = None
+    if p_powers is not None:
+        gamma = load_gamma(p_powers, head, heads)
+    if p_competing is not None:
+        p_competing_flow += row * sinks + first
+        competing_sum = tl.load(p_competing + record * D + columns, mask=columns < D, other=0.0) * factor
+        competing_sum = add_eps(competing_sum, columns, eps, D)
+        competing_constant = eps * tl.sum(competing_sum, 0) + flow_eps
     for start in tl.range(0, count, BLOCK, num_stages=STAGES):
         valid = load_valid(p_query_mask, mask_start, start, offset, count)
         inside = offset < count - start
@@ -353,7 +393,15 @@ def result_kernel(
         allocation = tl.where(valid, allocation, 0.0)
         if KEEP:
             tl.store(p_allocation + start + offset, allocation, mask=inside)
-        received = allocation * factor / tl.load(p_incoming + start + offset, mask=inside, other=1.0)
+        if gamma is not None:
+            allocation = tl.where(valid, raised_allocation(tl.where(valid, allocation, 1.0), gamma), 0.0)
+        if p_competing is not None:
+            incoming = tl.sum(b_query * competing_sum[None, :], 1) + competing_constant
+            if KEEP:
+                tl.store(p_competing_flow + start + offset, incoming, mask=inside)
+        else:
+            incoming = tl.load(p_incoming + start + offset, mask=inside, other=1.0)
+        received = allocation * factor / incoming
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             if E > BLOCK_E:
                 b_high, b_low = load_memory(p_records, columns[:, None], tile + values[None, :], D, E, PRECISION)

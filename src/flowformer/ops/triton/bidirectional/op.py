@@ -13,27 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, Mask, differentiate, distinct, empty_result, register
+from ...common import Mask, Powers, differentiate, distinct, empty_result, register
 from ...variant import FlowVariant
 from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
-from ..plan import contiguous, dense, empty, plan_of
+from ..plan import OPTIONS, contiguous, dense, empty, options_of, plan_of, variant_of
 from ..precision import float32_precision
 from .plan import BidirectionalPlan, kept_sizes
 
 
 def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> Tensor:
     """R, (B, H, N, E), in the memory order of the query; see `flow_attention`."""
     longest = max(query.shape[2], key.shape[2])
-    return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant)
+    return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant, powers)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
     """R of packed sequences, (T, H, E); see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant)
+    result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant, powers)
     return result[0].transpose(0, 1)
 
 
@@ -48,10 +63,12 @@ def _apply(
     longest: int,
     scale: float,
     variant: FlowVariant,
+    powers: Powers,
 ) -> Tensor:
-    keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds)
-    inputs = *tensors, longest, keep, scale, *variant.as_args()
+    leaves = query, key, value, powers
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds, powers)
+    inputs = *tensors, longest, keep, *options_of(scale, variant)
     result: Tensor = _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
     return result
 
@@ -62,15 +79,16 @@ class _Bidirectional(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         result: Tensor
         result, kept = torch.ops.flowformer.triton_bidirectional(*inputs)
-        ctx.save_for_backward(*inputs[:7], kept)
-        ctx.longest, ctx.options = inputs[7], inputs[9:]
+        ctx.save_for_backward(*inputs[:8], kept)
+        ctx.longest, ctx.options, ctx.has_powers = inputs[8], inputs[10:], inputs[7] is not None
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = torch.ops.flowformer.triton_bidirectional_backward
-        grads = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
-        return *grads, *(None for _ in range(6 + len(ctx.options)))
+        *found, grad_powers = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
+        powers = grad_powers if ctx.has_powers else None
+        return *found, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
 
 def _forward(
@@ -81,6 +99,7 @@ def _forward(
     key_mask: Mask,
     query_bounds: Bounds,
     key_bounds: Bounds,
+    powers: Powers,
     longest: int,
     keep: bool,
     *options: Any,
@@ -96,9 +115,9 @@ def _forward(
         # no kernel writes tokens that belong to no sequence
         result.zero_()
     if is_empty:
-        return result, _empty_kept(query, key, value, query_bounds, keep)
+        return result, _empty_kept(query, key, value, query_bounds, keep, options)
 
-    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
+    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds, contiguous(powers)
     plan = _plan((query, key, value, result), extras, longest, keep, options)
     kept, scratch = empty(plan.kept, query.device), empty(plan.forward_scratch, query.device)
     ahead = functools.partial(_backward_kernels, query, key, value, result, kept, extras, longest, options)
@@ -132,20 +151,31 @@ def _backward(
     key_mask: Mask,
     query_bounds: Bounds,
     key_bounds: Bounds,
+    powers: Powers,
     kept: Tensor,
     longest: int,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value."""
+    """The gradients of query, key, value and powers; without powers the last is empty."""
     grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
     if _is_empty(query, value, query_bounds):
-        return tuple(x.zero_() for x in grads)
+        return *(x.zero_() for x in grads), _empty_powers(query, powers).zero_()
     outs = [dense(x) for x in grads]
     tensors = *(dense(x) for x in (query, key, value, grad)), *outs
-    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds
+    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds, contiguous(powers)
     plan = _plan(tensors, extras, longest, True, options)
-    plan.launches((*tensors, *extras, kept, empty(plan.backward_scratch, query.device)), plan.backward)
-    return tuple(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True))
+    scratch = empty(plan.backward_scratch, query.device)
+    plan.launches((*tensors, *extras, kept, scratch), plan.backward)
+    grad_powers = _empty_powers(query, powers)
+    if powers is not None:
+        # those of each sequence, head and segment, added up in a fixed order
+        parts = scratch[scratch.numel() - plan.backward_scratch[-1] :][: 2 * plan.records * plan.segments]
+        grad_powers = parts.view(-1, query.shape[1], plan.segments, 2).sum((0, 2)).t().contiguous()
+    return *(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True)), grad_powers
+
+
+def _empty_powers(query: Tensor, powers: Powers) -> Tensor:
+    return query.new_empty(0 if powers is None else powers.shape, dtype=torch.float32)
 
 
 def _plan(
@@ -160,34 +190,35 @@ def _is_empty(query: Tensor, value: Tensor, bounds: Bounds) -> bool:
     return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
 
-def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool) -> Tensor:
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool, options: Any) -> Tensor:
     (batch, heads, sinks, dim), sources = query.shape, key.shape[2]
     records = heads * (batch if bounds is None else bounds.shape[0] - 1)
-    sizes = kept_sizes(batch * heads, records, sinks, sources, dim, value.shape[-1]) if keep else []
+    renormalize = variant_of(options).renormalize
+    sizes = kept_sizes(batch * heads, records, sinks, sources, dim, value.shape[-1], renormalize) if keep else []
     return query.new_empty(sum(sizes), dtype=torch.float32)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, _, query_bounds, _, _, keep, *_ = rest
-    return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep)
+    _, _, query_bounds, _, _, _, keep, *options = rest
+    return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep, options)
 
 
-def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (query, key, value))
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *(torch.empty_like(x) for x in (query, key, value)), _empty_powers(query, rest[4])
 
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_mask, Tensor? key_mask, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k"
+    "Tensor? cu_seqlens_k, Tensor? powers"
 )
 register(
-    f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {VARIANT}) -> (Tensor, Tensor)",
+    f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 register(
-    f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {VARIANT})"
-    " -> (Tensor, Tensor, Tensor)",
+    f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from ...variant import FlowVariant
 from ..features import fast
 from ..hardware import MAX_DIM, is_hopper, num_sms
 from ..launch import Argument, Kernel
-from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
+from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size, variant_of
 from . import backward, forward
 from .records import record_size
 
@@ -102,11 +101,11 @@ class BidirectionalPlan(Plan):
 
     Args:
         tensors: the signatures of query, key, value and result, or in a backward pass of query, key, value, the
-            gradient of the result and those of query, key and value; then of both masks and both bounds.
+            gradient of the result and those of query, key and value; then of both masks, both bounds and the powers.
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.
-        options: the scale, then what FlowVariant.as_args returns.
+        options: what `options_of` returns.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class BidirectionalPlan(Plan):
         *options: Any,
     ) -> None:
         super().__init__()
-        scale, variant = options[0], FlowVariant(*options[1:])
-        tensors, (_, _, bounds, _) = tensors[:-4], tensors[-4:]
+        scale, variant = options[0], variant_of(options)
+        tensors, (_, _, bounds, _, powers) = tensors[:-5], tensors[-5:]
         (batch, heads, sinks, dim), (_, key_heads, sources, _), value_shape = (shape for shape, *_ in tensors[:3])
         dtype, value_dim = tensors[0][2], value_shape[-1]
         self.records = heads * (batch if bounds is None else bounds[0][0] - 1)
@@ -154,17 +153,21 @@ class BidirectionalPlan(Plan):
         self.can_multiply_by_identity = precision in ("bf16", "bf16x3") and block_d <= 128
         self.shared, self.keep, self.whole = {"SHARED": heads // key_heads}, {"KEEP": keep}, {"WHOLE": self.is_whole}
         self.competition, self.allocation = {"COMPETITION": variant.competition}, {"ALLOCATION": variant.allocation}
-        self.rescale = {"RESCALE": variant.rescale}
+        self.rescale, self.signed = {"RESCALE": variant.rescale}, {"SIGNED": powers is not None}
+        self.is_renormalized = variant.renormalize
 
-        per_sink, _, per_source, _, records = kept = kept_sizes(
-            batch * heads, self.records, sinks, sources, dim, value_dim
+        per_sink, _, per_source, _, records, _, vectors = kept = kept_sizes(
+            batch * heads, self.records, sinks, sources, dim, value_dim, variant.renormalize
         )
         partial = 0 if self.is_whole else self.records * self.segments * record_size(dim, value_dim)
+        parts = 0 if self.is_whole or not variant.renormalize else self.records * self.segments * dim
         self.kept = kept if keep else []
-        # without a backward pass, I and the records are scratch, and α, O and Ô are not stored
-        self.forward_scratch = [partial] if keep else [per_sink, 0, 0, 0, records, partial]
+        # without a backward pass, I, the records and Σ c k are scratch, and α, O, Ô and W are not stored
+        self.forward_scratch = [partial, parts] if keep else [per_sink, 0, 0, 0, records, 0, vectors, partial, parts]
+        powers_parts = 0 if powers is None else 2 * self.records * self.segments
         self.backward_scratch = [
             per_sink, per_source, per_source, records, aligned(self.records * self.products), partial,
+            *(aligned(size) for size in (vectors, parts, powers_parts)),
         ]  # fmt: skip
 
     def forward(
@@ -176,14 +179,17 @@ class BidirectionalPlan(Plan):
         key_mask: Argument | None,
         query_bounds: Argument | None,
         key_bounds: Argument | None,
+        powers: Argument | None,
         result: Argument,
         kept: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
         parts = *kept.split(self.kept), *scratch.split(self.forward_scratch)
-        incoming, allocation, outgoing, conserved_outgoing, records, partial = parts
+        incoming, allocation, outgoing, conserved_outgoing, records, *rest = parts
+        *competing_sums, partial, own_parts = rest
         if self.is_whole:
-            partial = records
+            partial, own_parts = records, competing_sums[1]
+        competing_flow, competing, competing_parts = self._renormalized(*competing_sums, own_parts)
         extras = query_mask, key_mask, query_bounds, key_bounds
         (q, k, v, r), flow = self.strides, (self.scale, self.eps, self.flow_eps)
         all_tokens = (*q, *k, self.sinks[0], *self.sources)
@@ -199,7 +205,7 @@ class BidirectionalPlan(Plan):
         )
         yield self._kernel(
             "memory",
-            (key, value, key_mask, key_bounds, partial, conserved_outgoing),
+            (key, value, key_mask, key_bounds, powers, partial, conserved_outgoing, competing_parts),
             (*k, *v, *self.sources, *flow, self.clamp),
             self.tiled | self.shared | self.keep | self.competition | self.whole | self.rescale,
             programs=self.tiles,
@@ -207,12 +213,12 @@ class BidirectionalPlan(Plan):
         if not self.is_whole:
             yield self._finish(
                 forward.finish_kernel,
-                (partial, records),
-                self.competition | self.rescale | {"VECTORS": triton.next_power_of_2(4 * self.dims["D"])},
+                (partial, records, competing_parts, competing),
+                self.competition | self.rescale | self.signed | {"VECTORS": triton.next_power_of_2(4 * self.dims["D"])},
             )
         yield self._kernel(
             "result",
-            (query, result, query_mask, query_bounds, records, incoming, allocation),
+            (query, result, query_mask, query_bounds, powers, records, incoming, allocation, competing, competing_flow),
             (*q, *r, *self.sinks, *flow),
             self.tiled | self.keep | self.allocation,
         )
@@ -230,42 +236,55 @@ class BidirectionalPlan(Plan):
         key_mask: Argument | None,
         query_bounds: Argument | None,
         key_bounds: Argument | None,
+        powers: Argument | None,
         kept: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        incoming, allocation, outgoing, conserved_outgoing, records = kept.split(self.kept)
-        overlap, grad_outgoing, grad_conserved, grad_records, products, partial = scratch.split(self.backward_scratch)
+        incoming, allocation, outgoing, conserved_outgoing, records, *competing_sums = kept.split(self.kept)
+        overlap, grad_outgoing, grad_conserved, grad_records, products, partial, *rest = scratch.split(
+            self.backward_scratch
+        )
+        *grad_sums, powers_parts = rest
         if self.is_whole:
-            partial = grad_records
-        sinks = query_mask, query_bounds, records, partial, incoming, allocation, overlap
-        sources = key_mask, key_bounds, records, partial, grad_records
+            partial, grad_sums[1] = grad_records, grad_sums[0]
+        competing_flow, competing, grad_competing, grad_competing_parts = self._renormalized(
+            *competing_sums, *grad_sums
+        )
+        flow, grad_powers = competing_flow or incoming, None if powers is None else powers_parts
+        sources = key_mask, key_bounds, powers, records, partial, grad_records, grad_competing
         per_source = outgoing, conserved_outgoing, grad_outgoing, grad_conserved
         q, k, v, g, dq, dk, dv = self.strides
         yield self._kernel(
             "grad_memory",
-            (query, grad, *sinks, products),
+            (
+                query, grad, query_mask, query_bounds, powers, records, partial, flow, allocation, overlap, competing,
+                grad_competing_parts, grad_powers, products,
+            ),
             (*q, *g, *self.sinks, self.scale, self.eps),
             self.tiled | self.allocation | self.whole,
             programs=self.tiles,
-        )
+        )  # fmt: skip
         if not self.is_whole:
             yield self._finish(
                 backward.grad_finish_kernel,
-                (partial, records, grad_records, products),
+                (partial, records, grad_records, competing, grad_competing_parts, grad_competing, products),
                 {"BLOCK_D": self.tokens["BLOCK_D"]},
             )
         yield self._kernel(
             "grad_competition",
-            (key, value, *sources, products, *per_source),
+            (key, value, *sources, products, grad_powers, *per_source),
             (*k, *v, *self.sources, self.products, self.scale, self.eps, self.clamp),
             self.tiled | self.shared | self.competition | {"PRODUCTS": triton.next_power_of_2(self.products)},
         )
         yield self._kernel(
             "grad_query",
-            (query, grad, grad_query, *sinks),
+            (
+                query, grad, grad_query, query_mask, query_bounds, powers, records, partial, incoming, allocation,
+                overlap, competing, competing_flow,
+            ),
             (*q, *g, *dq, *self.sinks, self.scale, self.eps),
             self.tiled | self.allocation,
-        )
+        )  # fmt: skip
         yield self._kernel(
             "grad_source",
             (key, value, grad_key, grad_value, *sources, *per_source),
@@ -273,6 +292,10 @@ class BidirectionalPlan(Plan):
             self.tiled | self.shared | self.competition,
             heads=self.key_records,
         )
+
+    def _renormalized(self, *arguments: Argument) -> Sequence[Argument | None]:
+        """What only kernels of a renormalised variant take: an argument of None is no parameter of a kernel."""
+        return arguments if self.is_renormalized else [None] * len(arguments)
 
     def _kernel(
         self,
@@ -293,7 +316,7 @@ class BidirectionalPlan(Plan):
         grid = (self.records if heads is None else heads) * self.segments, programs, 1
         return Kernel(getattr(module, f"{name}_kernel"), grid, arguments, numbers, constants, tuning.warps, smaller)
 
-    def _finish(self, function: Any, arguments: tuple[Argument, ...], constants: dict[str, Any]) -> Kernel:
+    def _finish(self, function: Any, arguments: tuple[Argument | None, ...], constants: dict[str, Any]) -> Kernel:
         """A kernel that adds up the records of a head's segments."""
         constants = self.dims | {"CHUNK": CHUNK} | constants
         return Kernel(function, (self.records, self.chunks, 1), arguments, (self.segments,), constants)
@@ -322,7 +345,10 @@ def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
     return max(range(1, max(1, most) + 1), key=filled)
 
 
-def kept_sizes(rows: int, records: int, sinks: int, sources: int, dim: int, value_dim: int) -> list[int]:
-    """How many numbers I, α, O, Ô and the records take; symbolic if the lengths are."""
+def kept_sizes(
+    rows: int, records: int, sinks: int, sources: int, dim: int, value_dim: int, renormalize: bool
+) -> list[int]:
+    """How many numbers I, α, O, Ô, the records and, if there are any, W and Σ c k take; symbolic if the lengths are."""
     sinks, sources = aligned(rows * sinks), aligned(rows * sources)
-    return [sinks, sinks, sources, sources, aligned(records * record_size(dim, value_dim))]
+    competing = [sinks, aligned(records * dim)] if renormalize else [0, 0]
+    return [sinks, sinks, sources, sources, aligned(records * record_size(dim, value_dim)), *competing]

@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 
 from ..launch import kernel
+from ..numerics import clamped
+from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt
 from .chunks import (
     combine_decay,
+    competing_gradient,
     decay,
     inside_of,
     load_count,
@@ -29,6 +32,8 @@ from .chunks import (
 )
 from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick, stack4
 from .planes import (
+    AFTER_COMPETING_SUM,
+    COMPETING_SUM,
     CONSERVED_KEY_SUM,
     CONSERVED_OUTGOING,
     CONSERVED_QUERY_SUM,
@@ -97,22 +102,24 @@ def _later_segments(
 
 @kernel
 def flow_gradient_kernel(
-    p_query, p_key, p_positions, p_bounds, p_state_scalars, p_grad_sums, p_grad_scalars, p_flows, p_grads, p_logs,
-    p_carried, p_conserved, p_reaching, p_partial, p_after, p_start_sums, p_start_scalars,
+    p_query, p_key, p_positions, p_bounds, p_powers, p_state_scalars, p_grad_sums, p_grad_scalars, p_flows, p_grads,
+    p_logs, p_carried, p_conserved, p_reaching, p_partial, p_after, p_start_sums, p_start_scalars, p_competing,
+    p_grad_powers,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, RENORMALIZE: tl.constexpr, TILES: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of Î·D, Ô·D, I·D and O·D of each token, from right to left.
 
     Grid:   (B·H, segments). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K; planes of `flows` and, per tile of E, of `grads`; what segments leave for earlier ones (`conserved`,
-            `carried`, `reaching`); the gradient of the last state.
+            `carried`, `reaching`, to RENORMALIZE `competing`); the gradient of the last state.
     Writes: the first four planes of `grads`; dΣk and dΣq of each segment (`partial`); the gradients of the sums after
-            each chunk (`after`, B·H, T, chunks, 4, D), where dΣk and dΣq count later chunks of this segment only; the
-            gradient of the first state.
+            each chunk (`after`, B·H, T, chunks, 4, D, to RENORMALIZE 5), where dΣk and dΣq count later chunks of this
+            segment only; the gradient of the first state; with powers, the segment's part of dτ = Σ d(τ Ô) Ô and
+            dγ = Σ ⟨dR, R⟩ log σ(Î) (`grad_powers`, B·H, T, 2).
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
     q_token = D if DENSE else q_token * ALIGN
@@ -127,10 +134,15 @@ def flow_gradient_kernel(
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     b_upper = tokens[:, None] <= tokens[None, :]
     index = row * segments + segment
-    p_after += index * (size // C) * (4 * D)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
+    p_after += index * (size // C) * (SUMS * D)
     none = tl.zeros([BLOCK_D], tl.float32)
-    conserved_key = load_vector(p_grad_sums, row * 4 + CONSERVED_KEY_SUM, columns, D)
-    conserved_query = load_vector(p_grad_sums, row * 4 + CONSERVED_QUERY_SUM, columns, D)
+    conserved_key = load_vector(p_grad_sums, row * SUMS + CONSERVED_KEY_SUM, columns, D)
+    conserved_query = load_vector(p_grad_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, D)
     p_logs += row * (segments + 1)
     log_first, log_next = tl.load(p_logs), tl.load(p_logs + segment + 1)
     later, rest = _load_end(p_grad_scalars, tl.load(p_logs + segments))
@@ -153,6 +165,14 @@ def flow_gradient_kernel(
         _store_start(p_start_scalars, log_first, reached, rest)
     b_key_grads = accumulator_columns(none, conserved_key, none, none)
     b_query_grads = accumulator_columns(none, none, none, conserved_query)
+    if RENORMALIZE:
+        competing_sum = load_vector(p_grad_sums, row * SUMS + COMPETING_SUM, columns, D)
+        if SPLIT:
+            for tile in range(TILES):
+                p_tile = p_competing + tile * tl.num_programs(0).to(tl.int64) * segments * D
+                competing_sum += sum_segments(p_tile, segment + 1, segments, segments, columns, 0, D, 1)
+        b_competing_sums = accumulator_columns(competing_sum, none, none, none)
+    grad_tau, grad_gamma = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         chunk = chunks - 1 - step
@@ -168,18 +188,35 @@ def flow_gradient_kernel(
         inverse_in = tl.load(p_flow + INVERSE_INCOMING * plane, mask=inside, other=0.0)
         inverse_out = tl.load(p_flow + INVERSE_OUTGOING * plane, mask=inside, other=0.0)
         overlap = load_tiles(p_grad_flow + GRAD_PLANES * plane, plane, keep, TILES)
-        conserved_in = overlap * tl.load(p_flow + DECLINED * plane, mask=keep, other=0.0)
+        declined = tl.load(p_flow + DECLINED * plane, mask=keep, other=0.0)
+        conserved_in = overlap * declined
+        if gamma is not None:
+            # σ(Î) is at least a half
+            grad_gamma += overlap * tl.log(1.0 - declined * position)
+            conserved_in *= gamma
         conserved_out = tl.zeros([C], tl.float32)
         if COMPETITION != "none":
             conserved_out += load_tiles(p_grad_flow + (GRAD_PLANES + TILES) * plane, plane, inside, TILES)
             if COMPETITION == "softmax" and (SPLIT or p_grad_scalars is not None):
                 flow = tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
-                share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
+                if tau is not None:
+                    share = tl.where(keep, decay(competing_flow(flow, clamp, tau), log_next) / position, 0.0)
+                else:
+                    share = tl.where(keep & (tl.abs(flow) <= clamp), decay(flow, log_next) / position, 0.0)
                 conserved_out -= share * later
+            if tau is not None:
+                flow = tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=inside, other=0.0)
+                grad_tau += conserved_out * position * clamped(flow, -clamp, clamp)
+                conserved_out = tl.where(tl.abs(flow) <= clamp, tau * conserved_out, 0.0)
         conserved_in, conserved_out = materialize(conserved_in), materialize(conserved_out)
         # before the wider products, because of ptxas 12.8: see `flows_kernel`
         b_all_grads = merge_columns(b_key_grads, b_query_grads)
         b_coming = merged_operand(b_all_grads, PRECISION)
+        if RENORMALIZE:
+            store_vector(p_after, chunk * SUMS + AFTER_COMPETING_SUM, columns, pick(b_competing_sums, 0), D)
+            grad_competing, no_tokens = competing_gradient(p_flow, plane, keep, overlap), tl.zeros([C], tl.float32)
+            b_competing = operand_columns(grad_competing, no_tokens, no_tokens, no_tokens, PRECISION)
+            b_competing_sums = dot(tl.trans(b_query_eps), b_competing, b_competing_sums, PRECISION)
         b_from_sinks = tl.where(b_upper, dot_nt(b_key, b_query_eps, PRECISION), 0.0)
         b_from_sources = tl.where(b_upper, dot_nt(b_query, b_key_eps, PRECISION), 0.0)
         b_sinks_after = dot_nn(b_key, b_coming, PRECISION)
@@ -187,13 +224,17 @@ def flow_gradient_kernel(
         grad_out = tl.sum(b_from_sinks * conserved_in[None, :], 1) + pick(b_sinks_after, 1)
         grad_in = tl.sum(b_from_sources * conserved_out[None, :], 1) + pick(b_sources_after, 3)
         flow_out = -grad_out * inverse_out * inverse_out / position
-        flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position
+        if RENORMALIZE:
+            # I is then only in Σq/I
+            flow_in = -grad_in * inverse_in * inverse_in / position
+        else:
+            flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position
         # in the order of the planes
         b_planes, which = stack4(flow_in, flow_out, conserved_in, conserved_out), tl.arange(0, 4)[None, :]
         tl.store(p_grad_flow[:, None] + which * plane, b_planes, mask=inside[:, None])
         pair = tl.arange(0, 8)[None, :]
         # columns are Σk, Σk/O, Σq, Σq/I; `after` begins with Σq
-        p_to = p_after + (chunk * 4 + (pair + 2) % 4) * D + columns[:, None]
+        p_to = p_after + (chunk * SUMS + (pair + 2) % 4) * D + columns[:, None]
         tl.store(p_to, b_all_grads, mask=(columns < D)[:, None] & (pair < 4))
         b_weights = operand_columns(flow_in, conserved_in, flow_out, conserved_out, PRECISION)
         b_key_grads = dot(tl.trans(b_query_eps), b_weights, b_key_grads, PRECISION)
@@ -201,5 +242,10 @@ def flow_gradient_kernel(
     store_vector(p_partial, index * 2, columns, pick(b_key_grads, 0), D)
     store_vector(p_partial, index * 2 + QUERY_SUM, columns, pick(b_query_grads, 2), D)
     if segment == 0:
-        store_vector(p_start_sums, row * 4 + CONSERVED_KEY_SUM, columns, pick(b_key_grads, 1), D)
-        store_vector(p_start_sums, row * 4 + CONSERVED_QUERY_SUM, columns, pick(b_query_grads, 3), D)
+        store_vector(p_start_sums, row * SUMS + CONSERVED_KEY_SUM, columns, pick(b_key_grads, 1), D)
+        store_vector(p_start_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, pick(b_query_grads, 3), D)
+        if RENORMALIZE:
+            store_vector(p_start_sums, row * SUMS + COMPETING_SUM, columns, pick(b_competing_sums, 0), D)
+    if p_powers is not None:
+        tl.store(p_grad_powers + index * 2, tl.sum(grad_tau, 0))
+        tl.store(p_grad_powers + index * 2 + 1, tl.sum(grad_gamma, 0))

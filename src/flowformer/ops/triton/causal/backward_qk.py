@@ -8,12 +8,14 @@ Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. M
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from ..features import centred_feature, feature_gradient
 from ..launch import kernel
 from ..precision import dot, dot_nt, operand, truncate
 from .chunks import (
+    competing_gradient,
     inside_of,
     load_count,
     load_features,
@@ -32,10 +34,12 @@ from .chunks import (
     triangle,
 )
 from .planes import (
+    AFTER_COMPETING_SUM,
     AFTER_CONSERVED_KEY_SUM,
     AFTER_CONSERVED_QUERY_SUM,
     AFTER_KEY_SUM,
     AFTER_QUERY_SUM,
+    COMPETING_SUM,
     CONSERVED_KEY_SUM,
     CONSERVED_QUERY_SUM,
     GRAD_CONSERVED_INCOMING,
@@ -50,6 +54,25 @@ from .planes import (
 )
 
 
+@triton.jit
+def _without_common(
+    b_gradient, b_phi, p_measured, plane, tile, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BALANCE: tl.constexpr
+):
+    """A gradient dq with ⟨q, dq⟩ = 0, from one in which a number common to all features is missing."""
+    projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
+    TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    if BALANCE == "measure":
+        tl.store(p_measured + tile * plane, projection, mask=inside)
+        tl.store(p_measured + (TILES_D + tile) * plane, total, mask=inside)
+    else:
+        if BALANCE == "measured":
+            projection = load_tiles(p_measured, plane, inside, TILES_D)
+            total = load_tiles(p_measured + TILES_D * plane, plane, inside, TILES_D)
+        # saturated features may all be 0, and so are then their gradients
+        b_gradient -= (projection / tl.maximum(total, 1e-20))[:, None]
+    return b_gradient
+
+
 @kernel
 def gradient_kernel(
     p_own, p_other, p_left, p_right, p_grad_own, p_positions, p_bounds, p_state_scalars, p_grad_sums, p_flows, p_grads,
@@ -59,8 +82,8 @@ def gradient_kernel(
     plane, heads, shared, length, size, segments, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr, REVERSE: tl.constexpr, CENTRE: tl.constexpr,
-    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, TILES: tl.constexpr, BALANCE: tl.constexpr, RAISED: tl.constexpr,
+    REVERSE: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """dQ, from left to right with S; in REVERSE dK, from right to left with dS.
 
@@ -74,14 +97,19 @@ def gradient_kernel(
     In the C × C tiles, row i is the token whose gradient it is, column j one it is paired with. RAISED says that the
     features are precise enough for the ε of tokens of the same chunk to matter.
 
-    BALANCE: the gradient of q through I cancels most of the gradient through S. R is rounded, so ⟨dR, R⟩ differs from
-    the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore computed again, by this
-    program if it holds all features ("own"), or by a launch that does nothing else ("measure") before the one that
-    uses it ("measured"). "none" where nothing is rounded.
+    To RENORMALIZE, the part of a sink in Σ c k of sources up to it is one more outer product, dW (Σ c k + ε), and so is
+    that of a source in W of later sinks, c d(Σ c k).
+
+    BALANCE: the gradient of q through I, or W to RENORMALIZE, cancels most of the gradient through S. R is rounded,
+    so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
+    computed again, by this program if it holds all features ("own"), or by a launch that does nothing else ("measure")
+    before the one that uses it ("measured"). "none" where nothing is rounded.
 
     CENTRE: without an allocation R does not change when q is scaled, so ⟨q, dq⟩ = 0. Where inputs are small, φ is
     nearly φ(0) in all features, and dq is a small remainder of large terms. CENTRE is then φ(0), otherwise 0: products
-    take φ − φ(0), which loses nothing in bfloat16, and ⟨q, dq⟩ = 0 determines what is common to all features.
+    take φ − φ(0), which loses nothing in bfloat16, and ⟨q, dq⟩ = 0 determines what is common to all features. To
+    RENORMALIZE, this holds of the gradient through S and W by itself, with or without an allocation; what is common to
+    the features in the rest is added.
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
     own_token = D if DENSE else own_token * ALIGN
@@ -104,8 +132,9 @@ def gradient_kernel(
     count = load_count(p_state_scalars)
     columns, tokens = tile * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, C)
     index = row * segments + segment
-    p_sums += index * (size // C) * (4 * D)
-    p_after += index * (size // C) * (4 * D)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
+    p_sums += index * (size // C) * (SUMS * D)
+    p_after += index * (size // C) * (SUMS * D)
     b_lower = triangle(C, False)
     b_memory = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     if p_memories is not None:
@@ -122,18 +151,18 @@ def gradient_kernel(
     OTHER_CONSERVED: tl.constexpr = GRAD_CONSERVED_INCOMING if REVERSE else GRAD_CONSERVED_OUTGOING
     MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
     # dQ is a small difference of large terms: as one bfloat16 each, their rounding would cost it two bits
-    SPLIT_OPERANDS: tl.constexpr = PRECISION == "bf16" and REVERSE == 0
+    SPLIT_OPERANDS: tl.constexpr = (PRECISION == "bf16" or PRECISION == "rounded") and REVERSE == 0
     # own tokens entered the sum that the flows of later other tokens were computed from
     OWN_SUM: tl.constexpr = KEY_SUM if REVERSE else QUERY_SUM
     AFTER_OWN: tl.constexpr = AFTER_KEY_SUM if REVERSE else AFTER_QUERY_SUM
     AFTER_OWN_CONSERVED: tl.constexpr = AFTER_CONSERVED_KEY_SUM if REVERSE else AFTER_CONSERVED_QUERY_SUM
     OTHER_SUM: tl.constexpr = QUERY_SUM if REVERSE else KEY_SUM
     OTHER_CONSERVED_SUM: tl.constexpr = CONSERVED_QUERY_SUM if REVERSE else CONSERVED_KEY_SUM
-    later = load_vector(p_grad_sums, row * 4 + OWN_SUM, columns, D)
+    later = load_vector(p_grad_sums, row * SUMS + OWN_SUM, columns, D)
     later += sum_segments(p_partial, segment + 1, segments, segments, columns, OWN_SUM, D)
     if segment == 0:
         grad_sum = load_vector(p_partial, index * 2 + OWN_SUM, columns, D)
-        store_vector(p_start_sums, row * 4 + OWN_SUM, columns, later + grad_sum, D)
+        store_vector(p_start_sums, row * SUMS + OWN_SUM, columns, later + grad_sum, D)
 
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
@@ -155,7 +184,7 @@ def gradient_kernel(
         b_left = operand(load_rows(p_left, base, rows, left_token, keep, p_positions, 0, E, BLOCK_E), PRECISION)
         b_right = load_rows(p_right, base, rows, right_token, keep, p_positions, 0, E, BLOCK_E).to(tl.float32)
         p_flow, p_grad_flow, inside = p_flows + base + tokens, p_grads + base + tokens, inside_of(tokens, base, last)
-        take, give = load_weights(p_flow, plane, keep)
+        take, give = load_weights(p_flow, plane, keep, RENORMALIZE)
         if REVERSE:
             take, give = give, take
         inverse = tl.load(p_flow + OWN_INVERSE * plane, mask=inside, other=0.0)
@@ -165,15 +194,23 @@ def gradient_kernel(
         conserved = tl.load(p_grad_flow + OWN_CONSERVED * plane, mask=inside, other=0.0)
         other_conserved = materialize(tl.load(p_grad_flow + OTHER_CONSERVED * plane, mask=inside, other=0.0))
         # needed last, but loaded here: the compiler moves no load across the barriers of the products
-        before = load_vector(p_sums, chunk * 4 + OTHER_SUM, columns, D)
-        before_conserved = load_vector(p_sums, chunk * 4 + OTHER_CONSERVED_SUM, columns, D)
-        after_sum = later + load_vector(p_after, chunk * 4 + AFTER_OWN, columns, D)
-        after_conserved = load_vector(p_after, chunk * 4 + AFTER_OWN_CONSERVED, columns, D)
-        if BALANCE != "none":
+        before = load_vector(p_sums, chunk * SUMS + OTHER_SUM, columns, D)
+        before_conserved = load_vector(p_sums, chunk * SUMS + OTHER_CONSERVED_SUM, columns, D)
+        after_sum = later + load_vector(p_after, chunk * SUMS + AFTER_OWN, columns, D)
+        after_conserved = load_vector(p_after, chunk * SUMS + AFTER_OWN_CONSERVED, columns, D)
+        if RENORMALIZE:
+            if REVERSE:
+                competing_sum = load_vector(p_after, chunk * SUMS + AFTER_COMPETING_SUM, columns, D)
+            else:
+                competing_sum = load_vector(p_sums, chunk * SUMS + COMPETING_SUM, columns, D)
+        if BALANCE != "none" or RENORMALIZE:
             overlap = load_tiles(p_grad_flow + GRAD_PLANES * plane, plane, keep, TILES)
 
         b_given = operand(b_right * give[:, None], PRECISION)
         b_products = dot_nt(b_left, b_given, PRECISION) * take[:, None]
+        if RENORMALIZE and CENTRE != 0:
+            grad_competing = competing_gradient(p_flow, plane, keep, overlap)
+            b_products += grad_competing[:, None] * materialize(give)[None, :]
         b_high = b_memory
         if SPLIT_OPERANDS:
             b_high = truncate(b_memory)
@@ -197,7 +234,15 @@ def gradient_kernel(
                 if BALANCE == "measure":
                     tl.store(p_grad_flow + (MEASURED + tile) * plane, projection, mask=inside)
                 elif BALANCE != "none":
-                    flow -= (projection - overlap) * inverse / position
+                    if RENORMALIZE:
+                        overlap = projection
+                    else:
+                        flow -= (projection - overlap) * inverse / position
+            elif RENORMALIZE:
+                b_gradient += grad_competing[:, None] * materialize(competing_sum)[None, :]
+                b_gradient = _without_common(
+                    b_gradient, b_phi, p_grad_flow + MEASURED * plane, plane, tile, inside, D, BLOCK_D, BALANCE
+                )
         b_from_later = inverse[:, None] * other_conserved[None, :] + other_flow[None, :]
         if REVERSE:
             b_from_later += b_products
@@ -207,28 +252,33 @@ def gradient_kernel(
         else:
             # a row loaded again after the last token is never earlier than a token that is stored
             b_from_earlier += flow[:, None]
+        if RENORMALIZE and CENTRE == 0:
+            grad_competing = competing_gradient(p_flow, plane, keep, overlap)
+            if REVERSE:
+                b_from_later += take[:, None] * materialize(grad_competing)[None, :]
+            else:
+                b_from_earlier += grad_competing[:, None] * materialize(give)[None, :]
         b_weights = tl.where(tokens[:, None] == tokens[None, :], b_from_later + b_from_earlier, b_from_later)
         b_weights = tl.where(tokens[:, None] > tokens[None, :], b_from_earlier, b_weights)
         b_gradient = dot(operand(b_weights, PRECISION), b_other, b_gradient, PRECISION)
+        if RENORMALIZE and CENTRE != 0:
+            b_gradient += CENTRE * tl.sum(b_weights, 1)[:, None]
         if RAISED:
             eps_weight = inverse * tl.cumsum(other_conserved, 0, reverse=True) + tl.cumsum(other_flow, 0, reverse=True)
+            if RENORMALIZE and REVERSE:
+                eps_weight += take * tl.cumsum(grad_competing, 0, reverse=True)
             b_gradient += eps * eps_weight[:, None]
         b_gradient += (
             flow[:, None] * materialize(before)[None, :] + conserved[:, None] * materialize(before_conserved)[None, :]
         )
         b_gradient += inverse[:, None] * materialize(after_conserved)[None, :] + materialize(after_sum)[None, :]
+        if RENORMALIZE and CENTRE == 0:
+            b_gradient += (take if REVERSE else grad_competing)[:, None] * materialize(competing_sum)[None, :]
         if CENTRE != 0:
-            projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
-            TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-            if BALANCE == "measure":
-                tl.store(p_grad_flow + (MEASURED + tile) * plane, projection, mask=inside)
-                tl.store(p_grad_flow + (MEASURED + TILES_D + tile) * plane, total, mask=inside)
-            else:
-                if BALANCE == "measured":
-                    projection = load_tiles(p_grad_flow + MEASURED * plane, plane, inside, TILES_D)
-                    total = load_tiles(p_grad_flow + (MEASURED + TILES_D) * plane, plane, inside, TILES_D)
-                # saturated features may all be 0, and so are then their gradients
-                b_gradient -= (projection / tl.maximum(total, 1e-20))[:, None]
+            if not RENORMALIZE:
+                b_gradient = _without_common(
+                    b_gradient, b_phi, p_grad_flow + MEASURED * plane, plane, tile, inside, D, BLOCK_D, BALANCE
+                )
             b_gradient = feature_gradient(b_gradient, b_phi, MAP)
         else:
             b_gradient = feature_gradient(b_gradient, b_own.to(tl.float32), MAP)
@@ -237,4 +287,4 @@ def gradient_kernel(
         if p_positions is not None:
             b_gradient = tl.where(keep[:, None], b_gradient, 0.0)
         if BALANCE != "measure":
-            store_rows(p_grad_own, base, tokens, out_token, inside, tile, b_gradient, D, BLOCK_D)
+            store_rows(p_grad_own, base, tokens, out_token, inside, tile, b_gradient, D, BLOCK_D, PRECISION)

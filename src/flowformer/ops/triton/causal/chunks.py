@@ -9,15 +9,18 @@ import triton
 import triton.language as tl
 
 from ..features import rounded_features
-from ..numerics import LOG_ZERO, add_logs, clamped, fast_log_add, log_add, sigmoid
-from ..precision import dot_nn, operand
+from ..numerics import LOG_ZERO, add_logs, fast_log_add, log_add, sigmoid
+from ..powers import competing_flow, raised_allocation
+from ..precision import cast_for, dot_nn, operand
 from .columns import operand_columns, pick
 from .planes import (
     COMPETITION_WEIGHT,
     CONSERVED_OUTGOING,
     COUNT,
+    INVERSE_COMPETING,
     LOG_OUTGOING,
     RECEIVED,
+    RENORMALIZED_RECEIVED,
     STATE_LOG_INCOMING,
     STATE_LOG_OUTGOING,
 )
@@ -97,12 +100,14 @@ def load_rows(p_x, base, rows, stride, keep, p_positions, tile, WIDTH: tl.conste
 
 
 @triton.jit
-def store_rows(p_x, base, tokens, stride, keep, tile, b_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(
+    p_x, base, tokens, stride, keep, tile, b_x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):
     columns = tile * BLOCK + tl.arange(0, BLOCK)
     mask = keep[:, None]
     if WIDTH % BLOCK:
         mask = mask & (columns < WIDTH)[None, :]
-    tl.store(_rows_at(p_x, base, tokens, stride, columns), b_x.to(p_x.dtype.element_ty), mask=mask)
+    tl.store(_rows_at(p_x, base, tokens, stride, columns), cast_for(p_x, b_x, PRECISION), mask=mask)
 
 
 @triton.jit
@@ -139,14 +144,18 @@ def store_vector(p_x, index, columns, vector, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def sum_segments(p_partial, first, stop, segments, columns, WHICH: tl.constexpr, WIDTH: tl.constexpr):
-    """Σ of the vectors WHICH of the segments first … stop − 1 of this head; partial is (B·H, T, 2, WIDTH)."""
+def sum_segments(
+    p_partial, first, stop, segments, columns, WHICH: tl.constexpr, WIDTH: tl.constexpr, VECTORS: tl.constexpr = 2
+):
+    """Σ of the vectors WHICH of the segments first … stop − 1 of this head; partial is (B·H, T, VECTORS, WIDTH)."""
     total = tl.zeros(columns.shape, tl.float32)
-    p_first = p_partial + (tl.program_id(0).to(tl.int64) * segments * 2 + WHICH) * WIDTH
+    p_first = p_partial + (tl.program_id(0).to(tl.int64) * segments * VECTORS + WHICH) * WIDTH
     for begin in range(first, stop, 16):
         each = begin + tl.arange(0, 16)
         mask = (each < stop)[:, None] & (columns < WIDTH)[None, :]
-        total += tl.sum(tl.load(p_first + each[:, None] * (2 * WIDTH) + columns[None, :], mask=mask, other=0.0), 0)
+        total += tl.sum(
+            tl.load(p_first + each[:, None] * (VECTORS * WIDTH) + columns[None, :], mask=mask, other=0.0), 0
+        )
     return total
 
 
@@ -197,9 +206,9 @@ def mask_triangle(b_x, b_triangle, FAST: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr):
-    """log Σ exp(Ô) from the start of the segment up to each token, and up to the last."""
-    flow = tl.where(keep, clamped(conserved_outgoing, -clamp, clamp), LOG_ZERO)
+def running_log_sum(conserved_outgoing, keep, log_sum, clamp, tau, FAST: tl.constexpr):
+    """log Σ exp(τ Ô) from the start of the segment up to each token, and up to the last."""
+    flow = tl.where(keep, competing_flow(conserved_outgoing, clamp, tau), LOG_ZERO)
     log = tl.associative_scan(flow, 0, fast_log_add) if FAST else tl.associative_scan(flow, 0, log_add)
     log = add_logs(log, log_sum, FAST)
     # it never falls, so the largest is the last
@@ -207,11 +216,13 @@ def running_log_sum(conserved_outgoing, keep, log_sum, clamp, FAST: tl.constexpr
 
 
 @triton.jit
-def compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST: tl.constexpr, COMPETITION: tl.constexpr):
+def compute_competition(
+    p_flow, plane, keep, position, log_start, clamp, tau, FAST: tl.constexpr, COMPETITION: tl.constexpr
+):
     """c of each source, 0 where masked; p_flow points to the tokens in the first plane of `flows`."""
     competition = tl.zeros(keep.shape, tl.float32) + 1.0
     if COMPETITION != "none":
-        flow = clamped(tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), -clamp, clamp)
+        flow = competing_flow(tl.load(p_flow + CONSERVED_OUTGOING * plane, mask=keep, other=0.0), clamp, tau)
         if COMPETITION == "softmax":
             log = tl.load(p_flow + LOG_OUTGOING * plane, mask=keep, other=0.0)
             competition = position * tl.exp(flow - add_logs(log_start, log, FAST))
@@ -230,10 +241,17 @@ def load_tiles(p_plane, plane, mask, TILES: tl.constexpr):
 
 
 @triton.jit
-def load_weights(p_flow, plane, keep):
-    """α/(I·D) and c, as the forward pass has stored them; 0 where masked."""
-    received = tl.load(p_flow + RECEIVED * plane, mask=keep, other=0.0)
+def load_weights(p_flow, plane, keep, RENORMALIZE: tl.constexpr):
+    """α/(I·D), or α/W, and c, as the forward pass has stored them; 0 where masked."""
+    WHICH: tl.constexpr = RENORMALIZED_RECEIVED if RENORMALIZE else RECEIVED
+    received = tl.load(p_flow + WHICH * plane, mask=keep, other=0.0)
     return received, tl.load(p_flow + COMPETITION_WEIGHT * plane, mask=keep, other=0.0)
+
+
+@triton.jit
+def competing_gradient(p_flow, plane, keep, overlap):
+    """dW = −⟨dR, R⟩/W, 0 where masked."""
+    return -overlap * tl.load(p_flow + INVERSE_COMPETING * plane, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -249,11 +267,15 @@ def combine_decay(later_log, later_sum, log, sum):
 
 
 @triton.jit
-def allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST: tl.constexpr, ALLOCATION: tl.constexpr):
-    """α/(I·D) and (1 − α)/D, 0 where masked; `inverse_position` is 1/D."""
-    received, declined = inverse_in * inverse_position, tl.zeros(inverse_position.shape, tl.float32)
+def allocation_weights(
+    inverse_in, conserved_in, keep, inverse_position, gamma,
+    FAST: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """α/(I·D), to RENORMALIZE α alone, and (1 − σ(Î))/D, 0 where masked; `inverse_position` is 1/D."""
+    declined = tl.zeros(inverse_position.shape, tl.float32)
+    received = tl.where(keep, 1.0, 0.0) if RENORMALIZE else inverse_in * inverse_position
     if ALLOCATION:
-        received *= sigmoid(conserved_in, FAST)
+        received *= raised_allocation(sigmoid(conserved_in, FAST), gamma)
         declined += tl.where(keep, sigmoid(-conserved_in, FAST) * inverse_position, 0.0)
     return received, declined
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
+from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     allocation_weights,
@@ -96,20 +97,21 @@ def sums_kernel(
 
 @kernel
 def flows_kernel(
-    p_query, p_key, p_positions, p_bounds, p_state_sums, p_state_scalars, p_partial, p_conserved, p_flows, p_sums,
-    p_local_flows, p_local_sums, p_logs, p_end_sums, p_end_scalars,
+    p_query, p_key, p_positions, p_bounds, p_powers, p_state_sums, p_state_scalars, p_partial, p_conserved, p_flows,
+    p_sums, p_local_flows, p_local_sums, p_logs, p_end_sums, p_end_scalars,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     plane, heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr,
-    KEEP: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The flows I, O, Î, Ô of each token.
 
     Grid:   (B·H, segments). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K; Σk and Σq of earlier segments (`partial`); the state before the first token.
     Writes: planes of `flows`; if a backward pass is to KEEP them, the sums before each chunk, with ε (`sums`, B·H, T,
-            chunks, 4, D); sums and scalars of the last state; log Σ exp(Ô) before the head (`logs`).
+            chunks, 4, D; the fifth to RENORMALIZE is left to `output_kernel`); sums and scalars of the last state;
+            log Σ exp(Ô) before the head (`logs`).
             SPLIT: Î, Ô, Σk/O and Σq/I count this segment only, and go to `local_flows` (2, B, H, N) and `local_sums`
             (B·H, T, chunks, 2, D); what the segment adds to Σk/O and Σq/I goes to `conserved` (B·H, T, 2, D).
     """
@@ -122,11 +124,16 @@ def flows_kernel(
     p_key += (batch * k_batch + head // shared * k_head) * ALIGN
     p_flows += (batch * heads + head) * length
     count = load_count(p_state_scalars)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, C)
     b_lower = tokens[:, None] >= tokens[None, :]
 
-    key_sum = load_vector(p_state_sums, row * 4 + KEY_SUM, columns, D)
-    query_sum = load_vector(p_state_sums, row * 4 + QUERY_SUM, columns, D)
+    key_sum = load_vector(p_state_sums, row * SUMS + KEY_SUM, columns, D)
+    query_sum = load_vector(p_state_sums, row * SUMS + QUERY_SUM, columns, D)
     if SPLIT:
         p_local_flows += (batch * heads + head) * length
         key_sum += sum_segments(p_partial, 0, segment, segments, columns, KEY_SUM, D)
@@ -135,8 +142,8 @@ def flows_kernel(
     eps_row = tl.where(columns < D, eps, 0.0)
     conserved_key, conserved_query = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
     if not SPLIT:
-        conserved_key += load_vector(p_state_sums, row * 4 + CONSERVED_KEY_SUM, columns, D) + eps_row
-        conserved_query += load_vector(p_state_sums, row * 4 + CONSERVED_QUERY_SUM, columns, D) + eps_row
+        conserved_key += load_vector(p_state_sums, row * SUMS + CONSERVED_KEY_SUM, columns, D) + eps_row
+        conserved_query += load_vector(p_state_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, D) + eps_row
     none = tl.zeros([BLOCK_D], tl.float32)
     b_key_sums = accumulator_columns(key_sum + eps_row, conserved_key, none, none)
     b_query_sums = accumulator_columns(none, none, query_sum + eps_row, conserved_query)
@@ -185,7 +192,9 @@ def flows_kernel(
             p_to = tl.where(which < 2, p_to, p_local + (which - 2) * plane)
             tl.store(p_to, b_planes, mask=inside[:, None] & (KEEP | (which != 1)))
         else:
-            received, declined = allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST, ALLOCATION)
+            received, declined = allocation_weights(
+                inverse_in, conserved_in, keep, inverse_position, gamma, FAST, ALLOCATION, RENORMALIZE
+            )
             which = tl.arange(0, 8)[None, :]
             # in the order of the planes; 1/D where nothing is written
             b_planes = stack8(
@@ -201,15 +210,15 @@ def flows_kernel(
             written = (which != LOG_OUTGOING) & (which < (COMPETITION_WEIGHT if KEEP else FORWARD_PLANES))
             tl.store(p_flow + which * plane, b_planes, mask=inside[:, None] & written)
             if COMPETITION == "softmax":
-                log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
+                log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, tau, FAST)
                 tl.store(p_flows + base + tokens + LOG_OUTGOING * plane, log, mask=inside)
         if KEEP:
             # columns are Σk, Σk/O, Σq, Σq/I; `sums` has Σk, Σq, Σk/O, Σq/I
             pair = tl.arange(0, 8)[None, :]
-            p_to = p_sums + here * (4 * D) + (pair % 2 * 2 + pair // 2) * D
+            p_to = p_sums + here * (SUMS * D) + (pair % 2 * 2 + pair // 2) * D
             if SPLIT:
                 p_local = p_local_sums + here * (2 * D) + pair // 2 * D
-                p_to = tl.where(pair % 2 == 0, p_sums + here * (4 * D) + pair // 2 * D, p_local)
+                p_to = tl.where(pair % 2 == 0, p_sums + here * (SUMS * D) + pair // 2 * D, p_local)
             tl.store(p_to + columns[:, None], b_all_sums, mask=(columns < D)[:, None] & (pair < 4))
         one = tl.where(keep, 1.0, 0.0)
         b_weights = operand_columns(one, inverse_out, one, inverse_in, PRECISION)
@@ -217,16 +226,16 @@ def flows_kernel(
         b_query_sums = dot(tl.trans(b_query), b_weights, b_query_sums, PRECISION)
 
     if segment == segments - 1:
-        store_vector(p_end_sums, row * 4 + KEY_SUM, columns, pick(b_key_sums, KEY_COLUMN) - eps_row, D)
-        store_vector(p_end_sums, row * 4 + QUERY_SUM, columns, pick(b_query_sums, QUERY_COLUMN) - eps_row, D)
+        store_vector(p_end_sums, row * SUMS + KEY_SUM, columns, pick(b_key_sums, KEY_COLUMN) - eps_row, D)
+        store_vector(p_end_sums, row * SUMS + QUERY_SUM, columns, pick(b_query_sums, QUERY_COLUMN) - eps_row, D)
     conserved_key, conserved_query = pick(b_key_sums, CONSERVED_KEY_COLUMN), pick(b_query_sums, CONSERVED_QUERY_COLUMN)
     if SPLIT:
         index = (row * segments + segment) * 2
         store_vector(p_conserved, index + KEY_SUM, columns, conserved_key, D)
         store_vector(p_conserved, index + QUERY_SUM, columns, conserved_query, D)
     else:
-        store_vector(p_end_sums, row * 4 + CONSERVED_KEY_SUM, columns, conserved_key - eps_row, D)
-        store_vector(p_end_sums, row * 4 + CONSERVED_QUERY_SUM, columns, conserved_query - eps_row, D)
+        store_vector(p_end_sums, row * SUMS + CONSERVED_KEY_SUM, columns, conserved_key - eps_row, D)
+        store_vector(p_end_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, conserved_query - eps_row, D)
         log_start = load_log(p_state_scalars, STATE_LOG_OUTGOING)
         tl.store(p_logs + row * 2, log_start)
         store_end(
@@ -237,13 +246,13 @@ def flows_kernel(
 
 @kernel
 def conserve_kernel(
-    p_key, p_positions, p_bounds, p_state_sums, p_state_scalars, p_conserved, p_flows, p_sums, p_local_flows,
+    p_key, p_positions, p_bounds, p_powers, p_state_sums, p_state_scalars, p_conserved, p_flows, p_sums, p_local_flows,
     p_local_sums, p_totals, p_end_sums,
     k_batch, k_head, k_token,
     plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    PRECISION: tl.constexpr, COMPETITION: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
+    STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Ô with what comes from earlier segments, and log Σ exp(Ô) of each segment.
 
@@ -261,18 +270,22 @@ def conserve_kernel(
     p_flows += (batch * heads + head) * length
     p_local_flows += (batch * heads + head) * length + plane
     count = load_count(p_state_scalars)
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
     # two chunks at a time: there is little to do for a token but the scan
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, 2 * C)
-    conserved_key = load_vector(p_state_sums, row * 4 + CONSERVED_KEY_SUM, columns, D)
-    conserved_query = load_vector(p_state_sums, row * 4 + CONSERVED_QUERY_SUM, columns, D)
+    conserved_key = load_vector(p_state_sums, row * SUMS + CONSERVED_KEY_SUM, columns, D)
+    conserved_query = load_vector(p_state_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, D)
     conserved_key += sum_segments(p_conserved, 0, segment, segments, columns, KEY_SUM, D)
     conserved_query += sum_segments(p_conserved, 0, segment, segments, columns, QUERY_SUM, D)
     index, chunks = row * segments + segment, size // C
     if segment == segments - 1:
         own_key = load_vector(p_conserved, index * 2 + KEY_SUM, columns, D)
         own_query = load_vector(p_conserved, index * 2 + QUERY_SUM, columns, D)
-        store_vector(p_end_sums, row * 4 + CONSERVED_KEY_SUM, columns, conserved_key + own_key, D)
-        store_vector(p_end_sums, row * 4 + CONSERVED_QUERY_SUM, columns, conserved_query + own_query, D)
+        store_vector(p_end_sums, row * SUMS + CONSERVED_KEY_SUM, columns, conserved_key + own_key, D)
+        store_vector(p_end_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, conserved_query + own_query, D)
     eps_row = tl.where(columns < D, eps, 0.0)
     conserved_query += eps_row
     which = tl.arange(0, 4)[None, :]
@@ -289,12 +302,12 @@ def conserve_kernel(
         conserved_out += carried_flow(b_key, conserved_query, eps, PRECISION) / position
         tl.store(p_flow + CONSERVED_OUTGOING * plane, conserved_out, mask=inside)
         if COMPETITION == "softmax":
-            log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, FAST)
+            log, log_sum = running_log_sum(conserved_out, keep, log_sum, clamp, tau, FAST)
             tl.store(p_flow + LOG_OUTGOING * plane, log, mask=inside)
         if KEEP:
             # columns are Σk/O and Σq/I of the first chunk, then of the second
             inner = (columns < D)[:, None] & (step * 2 + which // 2 < chunks)
             b_local = tl.load(p_local_sums + (here * 2 + which) * D + columns[:, None], mask=inner, other=0.0)
-            p_to = p_sums + (here * 4 + which // 2 * 4 + CONSERVED_KEY_SUM + which % 2) * D
+            p_to = p_sums + (here * SUMS + which // 2 * SUMS + CONSERVED_KEY_SUM + which % 2) * D
             tl.store(p_to + columns[:, None], b_before + b_local, mask=inner)
     tl.store(p_totals + index, log_sum)

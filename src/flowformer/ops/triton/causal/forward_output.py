@@ -10,6 +10,7 @@ import triton.language as tl
 from ..features import centred_feature
 from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
+from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     allocation_weights,
@@ -32,32 +33,39 @@ from .chunks import (
     sum_segments,
     triangle,
 )
+from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
 from .planes import (
+    COMPETING_SUM,
     COMPETITION_WEIGHT,
     CONSERVED_KEY_SUM,
     DECLINED,
+    INVERSE_COMPETING,
     INVERSE_INCOMING,
     KEY_SUM,
     RECEIVED,
+    RENORMALIZED_RECEIVED,
     STATE_LOG_OUTGOING,
 )
 
 
 @kernel
 def memory_kernel(
-    p_key, p_value, p_positions, p_bounds, p_state_scalars, p_flows, p_totals, p_logs, p_end_scalars, p_partial,
+    p_key, p_value, p_positions, p_bounds, p_powers, p_state_scalars, p_flows, p_totals, p_logs, p_end_scalars,
+    p_partial, p_competing,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     plane, heads, shared, length, size, segments, scale, eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    COMPETITION: tl.constexpr, RENORMALIZE: tl.constexpr, CENTRE: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """Σ kᵀ c V of each segment, and log Σ exp(Ô) before it.
 
     Grid:   (B·H, segments, tiles of E). Only where heads have several segments. From right to left, since
             `conserve_kernel` left the last tokens in the L2 cache.
     Reads:  K, V; planes of `flows`; log Σ exp(Ô) of each segment (`totals`).
-    Writes: Σ kᵀ c V (B·H, T, D, E) into `partial`, for `scan_kernel`; `logs` (B·H, T + 1); scalars of the last state.
+    Writes: Σ kᵀ c V (B·H, T, D, E) into `partial`, for `scan_kernel`; `logs` (B·H, T + 1); scalars of the last state;
+            to RENORMALIZE, Σ c k of each segment (`competing`, B·H, T, D).
 
     CENTRE is φ(0) where the backward pass needs the differences between features, see `gradient_kernel`, otherwise 0.
     """
@@ -84,7 +92,12 @@ def memory_kernel(
                 COMPETITION,
             )  # fmt: skip
     count, tokens = load_count(p_state_scalars), tl.arange(0, C)
+    tau = None
+    if p_powers is not None:
+        tau = load_tau(p_powers, head)
     b_memory, common_row = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
+    if RENORMALIZE:
+        b_sums, common, none = tl.zeros([BLOCK_D, 16], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     chunks = tl.cdiv(last - first, C).to(tl.int32)
     for step in tl.range(0, chunks, num_stages=STAGES):
         base = first + (chunks - 1 - step) * C
@@ -98,7 +111,11 @@ def memory_kernel(
             )
         b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
         p_flow = p_flows + base + tokens
-        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST, COMPETITION)
+        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, tau, FAST, COMPETITION)
+        if RENORMALIZE:
+            b_weights = operand_columns(competition, none, none, none, PRECISION)
+            b_sums = dot(tl.trans(b_key), b_weights, b_sums, PRECISION)
+            common += CENTRE * competition
         b_competing = b_value * competition[:, None]
         b_memory = dot(tl.trans(b_key), operand(b_competing, PRECISION), b_memory, PRECISION)
         if CENTRE != 0:
@@ -106,6 +123,9 @@ def memory_kernel(
     if CENTRE != 0:
         b_memory += common_row[None, :]
     store_memory(p_partial + (row * segments + segment) * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
+    if RENORMALIZE and tile == 0:
+        competing_sum = pick(b_sums, 0) + tl.sum(common, 0)
+        store_vector(p_competing, row * segments + segment, tl.arange(0, BLOCK_D), competing_sum, D)
 
 
 @kernel
@@ -136,22 +156,24 @@ def scan_kernel(
 
 @kernel
 def output_kernel(
-    p_query, p_key, p_value, p_out, p_positions, p_bounds, p_state_sums, p_state_scalars, p_state_memory,
-    p_conserved, p_flows, p_local_flows, p_logs, p_memories, p_end_memory,
+    p_query, p_key, p_value, p_out, p_positions, p_bounds, p_powers, p_state_sums, p_state_scalars, p_state_memory,
+    p_conserved, p_flows, p_local_flows, p_logs, p_memories, p_end_memory, p_competing, p_sums, p_end_sums,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, r_batch, r_head, r_token,
-    plane, heads, shared, length, size, segments, scale, eps, clamp,
+    plane, heads, shared, length, size, segments, scale, eps, flow_eps, clamp,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr, RAISED: tl.constexpr,
+    SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """R = α/(I·D) · q S.
+    """R = α/(I·D) · q S, to RENORMALIZE α/W · q S with W = ⟨q, Σ c k⟩.
 
     Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K, V; planes of `flows`; log Σ exp(Ô) before each segment (`logs`); the state before the first token.
             SPLIT: S before each segment (`memories`), and Î of this segment only (`local_flows`), to which is added
-            what comes from earlier segments (`conserved`).
+            what comes from earlier segments (`conserved`); to RENORMALIZE, Σ c k of earlier segments (`competing`).
     Writes: R (B, H, N, E); the planes of `flows` that only a backward pass KEEPs; S after the last token, unless SPLIT.
+            To RENORMALIZE: Σ c k after the last token; Σ c k + ε before each chunk (`sums`, B·H, T, chunks, 5, D), if a
+            backward pass is to KEEP it. RAISED: see `gradient_kernel`.
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
     q_token = D if DENSE else q_token * ALIGN
@@ -168,11 +190,16 @@ def output_kernel(
     p_memories += (row * segments + segment) * (D * E)
     count, tokens = load_count(p_state_scalars), tl.arange(0, C)
     log_start = tl.load(p_logs + row * (segments + 1) + segment)
+    tau = None
+    gamma = None
+    if p_powers is not None:
+        tau, gamma = load_tau(p_powers, head), load_gamma(p_powers, head, heads)
+    SUMS: tl.constexpr = 5 if RENORMALIZE else 4
+    columns = tl.arange(0, BLOCK_D)
     if SPLIT:
         b_memory = load_memory(p_memories, tile, D, BLOCK_D, E, BLOCK_E)
         p_local_flows += (batch * heads + head) * length
-        columns = tl.arange(0, BLOCK_D)
-        conserved_key = load_vector(p_state_sums, row * 4 + CONSERVED_KEY_SUM, columns, D) + tl.where(
+        conserved_key = load_vector(p_state_sums, row * SUMS + CONSERVED_KEY_SUM, columns, D) + tl.where(
             columns < D, eps, 0.0
         )
         conserved_key += sum_segments(p_conserved, 0, segment, segments, columns, KEY_SUM, D)
@@ -182,12 +209,18 @@ def output_kernel(
             b_memory += load_memory(p_state_memory + row * (D * E), tile, D, BLOCK_D, E, BLOCK_E)
         if KEEP:
             store_memory(p_memories, tile, b_memory, D, BLOCK_D, E, BLOCK_E)
+    if RENORMALIZE:
+        eps_row, no_features = tl.where(columns < D, eps, 0.0), tl.zeros([BLOCK_D], tl.float32)
+        competing_sum = load_vector(p_state_sums, row * SUMS + COMPETING_SUM, columns, D) + eps_row
+        if SPLIT:
+            competing_sum += sum_segments(p_competing, 0, segment, segments, columns, 0, D, 1)
+        b_sums = accumulator_columns(competing_sum, no_features, no_features, no_features)
 
     b_lower = triangle(C, False)
     for chunk in tl.range(0, tl.cdiv(last - first, C).to(tl.int32), num_stages=STAGES):
         base = first + chunk * C
         rows, keep, position = locate_chunk(p_positions, batch, length, base, tokens, start, last, count)
-        b_query, _ = load_features(
+        b_query, b_query_eps = load_features(
             p_query, base, rows, q_token, keep, p_positions, 0, scale, eps, D, BLOCK_D, MAP, FAST, PRECISION
         )
         b_key, _ = load_features(
@@ -196,24 +229,53 @@ def output_kernel(
         b_value = load_rows(p_value, base, rows, v_token, keep, p_positions, tile, E, BLOCK_E).to(tl.float32)
         p_flow, inside = p_flows + base + tokens, inside_of(tokens, base, last)
         if SPLIT:
-            inverse_in = tl.load(p_flow + INVERSE_INCOMING * plane, mask=keep, other=0.0)
+            inverse_in = None
+            if not RENORMALIZE:
+                inverse_in = tl.load(p_flow + INVERSE_INCOMING * plane, mask=keep, other=0.0)
             conserved_in = tl.load(p_local_flows + base + tokens, mask=keep, other=0.0)
             inverse_position = 1.0 / position
             conserved_in += carried_flow(b_query, conserved_key, eps, PRECISION) * inverse_position
-            received, declined = allocation_weights(inverse_in, conserved_in, keep, inverse_position, FAST, ALLOCATION)
+            received, declined = allocation_weights(
+                inverse_in, conserved_in, keep, inverse_position, gamma, FAST, ALLOCATION, RENORMALIZE
+            )
             if KEEP and tile == 0:
                 tl.store(p_flow + DECLINED * plane, declined, mask=inside)
-                tl.store(p_flow + RECEIVED * plane, received, mask=inside)
+                if not RENORMALIZE:
+                    tl.store(p_flow + RECEIVED * plane, received, mask=inside)
         else:
             received = tl.load(p_flow + RECEIVED * plane, mask=keep, other=0.0)
-        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, FAST, COMPETITION)
+        competition = compute_competition(p_flow, plane, keep, position, log_start, clamp, tau, FAST, COMPETITION)
         if KEEP and tile == 0:
             tl.store(p_flow + COMPETITION_WEIGHT * plane, competition, mask=inside)
+        if RENORMALIZE:
+            # before the wider products, because of ptxas 12.8: see `flows_kernel`
+            b_competing_sum = merge_columns(b_sums, b_sums)
+            b_before = merged_operand(b_competing_sum, PRECISION)
+            b_competing_flow = dot_nn(b_query_eps, b_before, PRECISION)
+            none = tl.zeros([C], tl.float32)
+            b_weights = operand_columns(competition, none, none, none, PRECISION)
+            b_sums = dot(tl.trans(b_key), b_weights, b_sums, PRECISION)
+            if KEEP and tile == 0:
+                here, pair = (row * segments + segment) * (size // C) + chunk, tl.arange(0, 8)[None, :]
+                p_to = p_sums + (here * SUMS + COMPETING_SUM) * D + columns[:, None] + pair
+                tl.store(p_to, b_competing_sum, mask=(columns < D)[:, None] & (pair == 0))
         b_competing = operand(b_value * competition[:, None], PRECISION)
         b_products = mask_triangle(dot_nt(b_query, b_key, PRECISION), b_lower, FAST, PRECISION)
+        if RENORMALIZE:
+            # by the same rounded products as the result, so that weights sum to α
+            competing = pick(dot(b_products, b_weights, b_competing_flow, PRECISION), 0) + flow_eps
+            if RAISED:
+                competing += eps * tl.cumsum(tl.sum(b_key.to(tl.float32), 1) * competition, 0)
+            inverse_competing = tl.where(keep, 1.0 / competing, 0.0)
+            received *= inverse_competing
+            if KEEP and tile == 0:
+                tl.store(p_flow + RENORMALIZED_RECEIVED * plane, received, mask=inside)
+                tl.store(p_flow + INVERSE_COMPETING * plane, inverse_competing, mask=inside)
         b_result = dot_nn(b_query, operand(b_memory, PRECISION), PRECISION)
         b_result = dot(b_products, b_competing, b_result, PRECISION) * received[:, None]
-        store_rows(p_out, base, tokens, r_token, inside, tile, b_result, E, BLOCK_E)
+        store_rows(p_out, base, tokens, r_token, inside, tile, b_result, E, BLOCK_E, PRECISION)
         b_memory = dot(tl.trans(b_key), b_competing, b_memory, PRECISION)
     if not SPLIT:
         store_memory(p_end_memory + row * (D * E), tile, b_memory, D, BLOCK_D, E, BLOCK_E)
+    if RENORMALIZE and (segment == segments - 1) & (tile == 0):
+        store_vector(p_end_sums, row * SUMS + COMPETING_SUM, columns, pick(b_sums, 0) - eps_row, D)

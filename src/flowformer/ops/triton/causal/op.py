@@ -8,6 +8,7 @@ of a batch, (1, H, T, D), with the bounds (B + 1,) of the sequences in it. The t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,39 +16,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import VARIANT, Mask, State, differentiate, distinct, empty_result, register
-from ...state import empty_state
+from ...common import Mask, Powers, State, differentiate, distinct, empty_result, register
+from ...state import empty_state, num_sums
 from ...variant import FlowVariant
 from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
-from ..plan import contiguous, dense, empty, plan_of
-from .plan import CausalPlan, config, kept_sizes, segment_count, state_sizes
+from ..plan import OPTIONS, contiguous, dense, empty, options_of, plan_of, variant_of
+from .plan import CausalPlan, config, kept_sizes, powers_size, segment_count, state_sizes
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
+) -> Tensor:
     """The result; see `flow_attention`."""
-    return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant)[0]
+    return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant, powers)[0]
 
 
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: State | None,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
-    if query.shape[2] == 1 and not _needs_gradients(query, key, value, *(state or ())):
-        parts = empty_state(query, value) if state is None else state
+    if query.shape[2] == 1 and not _needs_gradients(query, key, value, powers, *(state or ())):
+        parts = empty_state(query, value, variant) if state is None else state
         sums, memory, scalars = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        return decode(query, key, value, (sums, memory, scalars), scale, variant, mask), (sums, memory, scalars)
-    result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant)
+        result = decode(query, key, value, (sums, memory, scalars), scale, variant, mask, powers)
+        return result, (sums, memory, scalars)
+    result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant, powers)
     # decoding writes into the parts of a state, so each gets memory of its own
-    sums, memory, scalars = (part.clone() for part in _state(end, query, query.shape[0], value.shape[3]))
+    ends = _state(end, query, query.shape[0], value.shape[3], num_sums(variant))
+    sums, memory, scalars = (part.clone() for part in ends)
     return result, (sums, memory, scalars)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, variant: FlowVariant) -> Tensor:
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    scale: float,
+    variant: FlowVariant,
+    powers: Powers = None,
+) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    result, *_ = _apply(query, key, value, None, *lengths[:2], max(lengths[2:]), None, scale, variant)
+    result, *_ = _apply(query, key, value, None, *lengths[:2], max(lengths[2:]), None, scale, variant, powers)
     return result[0].transpose(0, 1)
 
 
@@ -62,11 +82,12 @@ def _apply(
     state: State | None,
     scale: float,
     variant: FlowVariant,
+    powers: Powers,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = (None, None, None) if state is None else state
-    keep = _needs_gradients(query, key, value, *parts)
+    keep = _needs_gradients(query, key, value, powers, *parts)
     *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *parts)
-    inputs = *tensors, longest, keep, sums, memory, scalars, scale, *variant.as_args()
+    inputs = *tensors, longest, keep, sums, memory, scalars, powers, *options_of(scale, variant)
     result, end, kept = _Causal.apply(*inputs) if keep else torch.ops.flowformer.triton_causal(*inputs)
     return result, end, kept
 
@@ -80,33 +101,42 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
-        scalars = inputs[10]
-        ctx.save_for_backward(*inputs[:5], scalars, result, kept)
+        scalars, powers = inputs[10:12]
+        ctx.save_for_backward(*inputs[:5], powers, scalars, result, kept)
         ctx.mark_non_differentiable(kept)
         # gradients of outputs that are not used stay None, and cost nothing
         ctx.set_materialize_grads(False)
-        ctx.longest, ctx.options, ctx.has_state = inputs[6], inputs[11:], scalars is not None
+        ctx.longest, ctx.options, ctx.has_state = inputs[6], inputs[12:], scalars is not None
         return result, end, kept
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_end: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        *tensors, scalars, result, kept = ctx.saved_tensors
-        query, _, value, *_ = tensors
+        *tensors, powers, scalars, result, kept = ctx.saved_tensors
+        query, _, value, _, bounds = tensors
         if grad is None:
             grad = torch.zeros_like(result)
         backward = torch.ops.flowformer.triton_causal_backward
-        inputs = *tensors, ctx.longest, scalars, result, kept, *ctx.options
+        inputs = *tensors, ctx.longest, powers, scalars, result, kept, *ctx.options
         *grads, start = differentiate(backward, grad, grad_end, *inputs)
-        state = _state(start, query, query.shape[0], value.shape[3]) if ctx.has_state else (None, None, None)
-        return *grads, *(None for _ in range(5)), *state, *(None for _ in ctx.options)
+        # not by `variant_of`: torch.compile traces this function, and no dataclass
+        batch, sums = _sequences(query, bounds), 5 if ctx.options[-1] else 4
+        state = _state(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
+        grad_powers = None
+        if powers is not None:
+            # those of each sequence, head and segment, added up in a fixed order
+            heads, dim = query.shape[1], query.shape[3]
+            parts = start[sum(state_sizes(batch * heads, dim, value.shape[3], sums)) :]
+            segments = parts.shape[0] // max(2 * batch * heads, 1)
+            grad_powers = parts.view(batch, heads, segments, 2).sum((0, 2)).t()
+        return *grads, *(None for _ in range(5)), *state, grad_powers, *(None for _ in ctx.options)
 
 
-def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int) -> list[Tensor]:
+def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int, sums: int) -> list[Tensor]:
     """The three tensors of a state as views of one buffer."""
     heads, dim = query.shape[1], query.shape[3]
-    shapes = (batch, heads, 4, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
-    parts = flat.split_with_sizes(state_sizes(batch * heads, dim, value_dim))
-    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    shapes = (batch, heads, sums, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
+    starts = itertools.accumulate(state_sizes(batch * heads, dim, value_dim, sums), initial=0)
+    return [flat[start : start + math.prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=False)]
 
 
 def _forward(
@@ -121,22 +151,26 @@ def _forward(
     sums: Tensor | None,
     memory: Tensor | None,
     scalars: Tensor | None,
+    powers: Powers,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the state after it in one buffer, and what the backward pass needs, if it is to `keep` that."""
     if bounds is not None and key_bounds is not None:
         check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
-    sums, memory, scalars = contiguous(sums), contiguous(memory), contiguous(scalars)
+    sums, memory, scalars, powers = (contiguous(x) for x in (sums, memory, scalars, powers))
     if not query.numel():
         result, end, kept = _empty_outputs(query, value, bounds, longest, keep, options)
         given = [part for part in (sums, memory, scalars) if part is not None]
-        before = given or empty_state(query, value)
-        for part, old in zip(_state(end, query, _sequences(query, bounds), value.shape[3]), before, strict=True):
+        variant = variant_of(options)
+        before = given or empty_state(query, value, variant)
+        parts = _state(end, query, _sequences(query, bounds), value.shape[3], num_sums(variant))
+        for part, old in zip(parts, before, strict=True):
             part.copy_(old)
         return result, end, kept
 
-    plan = plan_of(CausalPlan, (query, key, value, mask, bounds, sums, memory, scalars), longest, keep, *options)
+    inputs = query, key, value, mask, bounds, powers, sums, memory, scalars
+    plan = plan_of(CausalPlan, inputs, longest, keep, *options)
     result = empty_result(query, value.shape[3])
     if bounds is not None:
         # no kernel writes tokens that belong to no sequence
@@ -144,9 +178,9 @@ def _forward(
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
     scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
     positions = _positions(mask)
-    saved = query, key, value, mask, positions, bounds, scalars, result, kept, end
+    saved = query, key, value, mask, positions, bounds, powers, scalars, result, kept
     ahead = functools.partial(_backward_kernels, *saved, longest, options) if keep else None
-    inputs = query, key, value, positions, bounds, sums, memory, scalars
+    inputs = query, key, value, positions, bounds, powers, sums, memory, scalars
     plan.launches((*inputs, result, kept, end, scratch), plan.forward, ahead)
     return result, end, kept
 
@@ -158,18 +192,18 @@ def _backward_kernels(
     mask: Mask,
     positions: Tensor | None,
     bounds: Bounds,
+    powers: Powers,
     scalars: Tensor | None,
     result: Tensor,
     kept: Tensor,
-    end: Tensor,
     longest: int,
     options: Any,
 ) -> Iterator[Kernel]:
     """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
-    grad, outs = result, (query, *_key_gradients(query, key, value, torch.device("meta")), end)
-    rest = bounds, grad, None, scalars, result, kept
+    meta, rest = torch.device("meta"), (bounds, powers, result, None, scalars, result, kept)
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
-    scratch = empty(plan.backward_scratch, torch.device("meta"))
+    start, scratch = empty(plan.start, meta), empty(plan.backward_scratch, meta)
+    outs = query, *_key_gradients(query, key, value, meta), start
     return plan.backward(*arguments((query, key, value, positions, *rest, *outs, scratch)))
 
 
@@ -182,29 +216,31 @@ def _backward(
     mask: Mask,
     bounds: Bounds,
     longest: int,
+    powers: Powers,
     scalars: Tensor | None,
     result: Tensor,
     kept: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, and of the state before the first token, in one buffer."""
+    """The gradients of query, key and value, and in one buffer those of the state before the first token and of the
+    powers, the latter of each segment."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
-    grad_end, scalars = contiguous(grad_end), contiguous(scalars)
-    heads, dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
-    shared = heads // max(key.shape[1], 1)
+    grad_end, scalars, powers = contiguous(grad_end), contiguous(scalars), contiguous(powers)
+    shared = query.shape[1] // max(key.shape[1], 1)
     grad_query = torch.empty_like(query)
     grad_key, grad_value = _key_gradients(query, key, value, query.device)
     if bounds is not None:
         for x in (grad_query, grad_key, grad_value):
             x.zero_()
     if not query.numel():
-        sizes = state_sizes(heads * _sequences(query, bounds), dim, value_dim)
-        start = query.new_zeros(sum(sizes), dtype=torch.float32) if grad_end is None else grad_end.clone()
+        start = _empty_start(query, value, bounds, longest, powers, options).zero_()
+        if grad_end is not None:
+            start[: grad_end.numel()] = grad_end
         return grad_query, torch.zeros_like(key), torch.zeros_like(value), start
 
-    rest = bounds, grad, grad_end, scalars, result, kept
+    rest = bounds, powers, grad, grad_end, scalars, result, kept
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
-    start, scratch = empty(plan.state, query.device), empty(plan.backward_scratch, query.device)
+    start, scratch = empty(plan.start, query.device), empty(plan.backward_scratch, query.device)
     outs = grad_query, grad_key, grad_value, start
     plan.launches((query, key, value, _positions(mask), *rest, *outs, scratch), plan.backward)
     if shared > 1:
@@ -228,14 +264,23 @@ def _empty_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result, the last state, and what is kept, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
-    chunk = config(query.dtype, dim, value_dim, FlowVariant(*options[1:]).feature_map).chunk
+    variant = variant_of(options)
+    chunk, sums = config(query.dtype, dim, value_dim, variant.feature_map).chunk, num_sums(variant)
     segments = segment_count(rows, longest, query.device)
     sizes = (
-        sum(state_sizes(rows, dim, value_dim)),
-        sum(kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep)),
+        sum(state_sizes(rows, dim, value_dim, sums)),
+        sum(kept_sizes(query.shape, value_dim, rows, longest, segments, chunk, keep, sums)),
     )
     end, kept = (query.new_empty(size, dtype=torch.float32) for size in sizes)
     return empty_result(query, value_dim), end, kept
+
+
+def _empty_start(query: Tensor, value: Tensor, bounds: Bounds, longest: int, powers: Powers, options: Any) -> Tensor:
+    """The gradients of the first state and of the powers, uninitialised."""
+    rows, sums = query.shape[1] * _sequences(query, bounds), num_sums(variant_of(options))
+    segments = segment_count(rows, longest, query.device)
+    sizes = state_sizes(rows, query.shape[3], value.shape[3], sums), powers_size(rows, segments, powers is not None)
+    return query.new_empty(sum(sizes[0]) + sum(sizes[1]), dtype=torch.float32)
 
 
 def _sequences(query: Tensor, bounds: Bounds) -> int:
@@ -252,7 +297,7 @@ def _positions(mask: Mask) -> Tensor | None:
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, bounds, _, longest, keep, _, _, _, *options = rest
+    _, bounds, _, longest, keep, _, _, _, _, *options = rest
     return _empty_outputs(query, value, bounds, longest, keep, options)
 
 
@@ -264,23 +309,25 @@ def _fake_backward(
     value: Tensor,
     mask: Mask,
     bounds: Bounds,
-    *_: Any,
+    longest: int,
+    powers: Powers,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
-    start = sum(state_sizes(query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]))
-    return *(torch.empty_like(x) for x in (query, key, value)), query.new_empty(start, dtype=torch.float32)
+    start = _empty_start(query, value, bounds, longest, powers, rest[3:])
+    return *(torch.empty_like(x) for x in (query, key, value)), start
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds"
 _STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
 register(
-    f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, {VARIANT})"
+    f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, Tensor? powers, {OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 register(
-    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? scalars, "
-    f"Tensor result, Tensor kept, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? powers, "
+    f"Tensor? scalars, Tensor result, Tensor kept, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

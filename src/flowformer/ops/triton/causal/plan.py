@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 import triton
 
-from ...variant import FlowVariant
+from ...state import num_sums
 from ..features import CENTRES, fast
 from ..hardware import num_sms
 from ..launch import Argument, Kernel
-from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size
+from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size, variant_of
 from . import backward_flows, backward_qk, backward_v, forward_flows, forward_output
-from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES
+from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES, RENORMALIZED_PLANES
 
 SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
 BUSY_SHARE = 0.75  # of the SMs that whole heads must occupy for only long ones to be cut
@@ -86,19 +86,21 @@ class CausalPlan(Plan):
     """The plan of one pass.
 
     Args:
-        tensors: the signatures of query, key, value, mask, bounds, then of the state, or in a backward pass of the
-            gradients of result and last state, of the state's scalars, of the result and of what the forward pass kept.
+        tensors: the signatures of query, key, value, mask, bounds, powers, then of the state, or in a backward pass of
+            the gradients of result and last state, of the state's scalars, of the result and of what the forward pass
+            kept.
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
-        options: the scale, then what FlowVariant.as_args returns.
+        options: what `options_of` returns.
 
     Attributes:
         state: sizes of the three tensors of a state in one buffer.
+        start: the same of the gradient of the first state, then of the parts of that of the powers.
     """
 
     def __init__(self, tensors: Signatures, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
-        scale, variant = options[0], FlowVariant(*options[1:])
-        (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, *_ = tensors
+        scale, variant = options[0], variant_of(options)
+        (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, powers, *_ = tensors
         (batch, heads, length, dim), key_heads, value_dim = shape, key_shape[1], value_shape[3]
         # factors of several widths need kernels without wgmma, see `launch.Launches`
         super().__init__(wgmma=_is_uniform(dim, value_dim))
@@ -125,24 +127,32 @@ class CausalPlan(Plan):
             "PRECISION": "bf16" if is_bf16 else "tf32x3" if device.type == "cuda" else "ieee",
         }
         self.values = {"E": value_dim, "BLOCK_E": self.tile_e}
-        self.competition = {"COMPETITION": variant.competition}
+        self.is_renormalized, self.renormalize = variant.renormalize, {"RENORMALIZE": variant.renormalize}
+        self.competition = {"COMPETITION": variant.competition, **self.renormalize}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
+        self.raised = {"RAISED": self.features["PRECISION"] != "bf16" or self.eps > NEGLIGIBLE_EPS}
+        # of W; a number of None is no parameter of a kernel
+        self.competing_eps = variant.flow_eps if variant.renormalize else None
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
         # REVERSE and BALANCE of each launch of gradient_kernel: those for dQ, then the one for dK
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
-        # whether R changes when q is scaled only through ε, which bfloat16 does not hold
-        invariant = variant.allocation == "none" and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
+        # whether R, or qS/W, changes when q is scaled only through ε, which bfloat16 does not hold
+        invariant = variant.renormalize or variant.allocation == "none"
+        invariant = invariant and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
         self.centre = CENTRES[variant.feature_map] if invariant and dtype == torch.bfloat16 else 0.0
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value_dim
-        self.state = state_sizes(rows, dim, value_dim)
-        self.kept = kept_sizes(shape, value_dim, rows, longest, segments, self.config.chunk, keep)
+        self.state = state_sizes(rows, dim, value_dim, num_sums(variant))
+        self.start = [*self.state, *powers_size(rows, segments, powers is not None)]
+        self.kept = kept_sizes(shape, value_dim, rows, longest, segments, self.config.chunk, keep, num_sums(variant))
         sums, memories = self.kept[1], self.kept[3]
         vectors = 2 * rows * segments * dim
-        # per segment Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô), S; per token Î and Ô; per chunk Σk/O and Σq/I
-        sizes = vectors, vectors, rows * segments, memories, 2 * self.plane, sums // 2
+        competing = vectors // 2 if variant.renormalize else 0
+        # per segment Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô), S; per token Î and Ô; per chunk Σk/O and Σq/I; per segment
+        # Σ c k
+        sizes = vectors, vectors, rows * segments, memories, 2 * self.plane, 2 * (sums // num_sums(variant)), competing
         self.forward_scratch = [aligned(size) for size in sizes] if segments > 1 else []
         # per token the planes; per chunk the gradients after it; per segment dΣk and dΣq, and Z
         planes = GRAD_PLANES.value + 2 * tiles
@@ -150,8 +160,8 @@ class CausalPlan(Plan):
             planes += 2 * self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
         if segments > 1:
-            # d(Σk/O) and d(Σq/I), Σ (k + ε) exp(Ô − L_end)/D, dS, and dS after each segment
-            backward += [vectors * tiles, vectors // 2, memories, memories]
+            # d(Σk/O) and d(Σq/I), Σ (k + ε) exp(Ô − L_end)/D, dS, dS after each segment, and d(Σ c k)
+            backward += [vectors * tiles, vectors // 2, memories, memories, competing * tiles]
         self.backward_scratch = [aligned(size) for size in backward]
 
     def forward(
@@ -161,6 +171,7 @@ class CausalPlan(Plan):
         value: Argument,
         positions: Argument | None,
         bounds: Argument | None,
+        powers: Argument | None,
         sums: Argument | None,
         memory: Argument | None,
         scalars: Argument | None,
@@ -173,9 +184,11 @@ class CausalPlan(Plan):
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         end_sums, end_memory, end_scalars = end.split(self.state)
         config, kinds = self.config, self.split | self.keep
-        partial = conserved = local_flows = local_sums = None
+        partial = conserved = local_flows = local_sums = competing = None
         if self.segments > 1:
-            partial, conserved, totals, increments, local_flows, local_sums = scratch.split(self.forward_scratch)
+            partial, conserved, totals, increments, local_flows, local_sums, competing = scratch.split(
+                self.forward_scratch
+            )
             yield self._kernel(
                 forward_flows.sums_kernel,
                 config.sums,
@@ -188,8 +201,8 @@ class CausalPlan(Plan):
             forward_flows.flows_kernel,
             config.flows,
             (
-                query, key, positions, bounds, sums, scalars, partial, conserved, flows, chunk_sums, local_flows,
-                local_sums, logs, end_sums, end_scalars,
+                query, key, positions, bounds, powers, sums, scalars, partial, conserved, flows, chunk_sums,
+                local_flows, local_sums, logs, end_sums, end_scalars,
             ),
             (query, key),
             (self.plane, *self.tokens, self.eps, self.flow_eps, self.clamp),
@@ -200,33 +213,36 @@ class CausalPlan(Plan):
                 forward_flows.conserve_kernel,
                 config.sums,
                 (
-                    key, positions, bounds, sums, scalars, conserved, flows, chunk_sums, local_flows, local_sums,
-                    totals, end_sums,
+                    key, positions, bounds, powers, sums, scalars, conserved, flows, chunk_sums, local_flows,
+                    local_sums, totals, end_sums,
                 ),
                 (key,),
-            (self.plane, *self.tokens, self.eps, self.clamp),
+                (self.plane, *self.tokens, self.eps, self.clamp),
                 self.features | self.competition | self.keep,
             )  # fmt: skip
             yield self._kernel(
                 forward_output.memory_kernel,
                 config.memory,
-                (key, value, positions, bounds, scalars, flows, totals, logs, end_scalars, increments),
+                (
+                    key, value, positions, bounds, powers, scalars, flows, totals, logs, end_scalars, increments,
+                    *self._renormalized(competing),
+                ),
                 (key, value),
                 (self.plane, *self.tokens, self.eps, self.clamp),
                 self.features | self.values | self.competition | {"CENTRE": self.centre},
                 tiles=self.value_tiles,
-            )
+            )  # fmt: skip
             yield self._scan(increments, memory, memories, end_memory, reverse=False)
         yield self._kernel(
             forward_output.output_kernel,
             config.output,
             (
-                query, key, value, result, positions, bounds, sums, scalars, memory, conserved, flows, local_flows,
-                logs, memories, end_memory,
+                query, key, value, result, positions, bounds, powers, sums, scalars, memory, conserved, flows,
+                local_flows, logs, memories, end_memory, *self._renormalized(competing, chunk_sums, end_sums),
             ),
             (query, key, value, result),
-            (self.plane, *self.tokens, self.eps, self.clamp),
-            self.features | self.values | self.roles | kinds,
+            (self.plane, *self.tokens, self.eps, self.competing_eps, self.clamp),
+            self.features | self.values | self.roles | self.raised | kinds,
             tiles=self.value_tiles,
         )  # fmt: skip
 
@@ -237,6 +253,7 @@ class CausalPlan(Plan):
         value: Argument,
         positions: Argument | None,
         bounds: Argument | None,
+        powers: Argument | None,
         grad: Argument,
         grad_end: Argument | None,
         scalars: Argument | None,
@@ -250,40 +267,47 @@ class CausalPlan(Plan):
     ) -> Iterator[Kernel]:
         """The kernels of a backward pass, of its inputs and what it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
-        start_sums, start_memory, start_scalars = start.split(self.state)
+        start_sums, start_memory, start_scalars, *grad_powers = start.split(self.start)
         grad_sums, grad_memory, grad_scalars = (None, None, None) if grad_end is None else grad_end.split(self.state)
         grads, after, partial, carried, *of_segments = scratch.split(self.backward_scratch)
+        no_powers: list[Argument | None] = [None]
         config, kinds = self.config, self.competition | self.split
         features = self.features | {"TILES": self.value_tiles}
-        tokens, extras = (query, key, value, grad, result, grad_value), (positions, bounds, scalars)
-        grad_memories, conserved, reaching = grad_memory, None, None
+        tokens, extras = (query, key, value, grad, result, grad_value), (positions, bounds, powers, scalars)
+        grad_memories, conserved, reaching, competing = grad_memory, None, None, None
         if self.segments > 1:
-            conserved, reaching, increments, grad_memories = of_segments
+            conserved, reaching, increments, grad_memories, competing = of_segments
             yield self._kernel(
                 backward_v.grad_memory_kernel,
                 config.grad_memory,
-                (query, grad, result, positions, bounds, flows, grads, increments, conserved),
+                (
+                    query, grad, result, positions, bounds, powers, flows, grads, increments, conserved,
+                    *self._renormalized(competing),
+                ),
                 (query, grad, result),
                 (self.plane, *self.tokens, self.eps),
-                features | self.values,
+                features | self.values | self.renormalize,
                 tiles=self.value_tiles,
-            )
+            )  # fmt: skip
             yield self._scan(increments, grad_memory, grad_memories, start_memory, reverse=True)
         yield self._kernel(
             backward_v.value_gradient_kernel,
             config.value_gradient,
-            (*tokens, *extras, flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching),
+            (
+                *tokens, *extras, flows, grads, logs, grad_memories, start_memory, carried, conserved, reaching,
+                *self._renormalized(competing, grad_sums),
+            ),
             tokens,
             (self.plane, *self.tokens, self.eps, self.clamp),
-            features | self.values | kinds,
+            features | self.values | self.raised | kinds,
             tiles=self.value_tiles,
-        )
+        )  # fmt: skip
         yield self._kernel(
             backward_flows.flow_gradient_kernel,
             config.flow_gradient,
             (
                 query, key, *extras, grad_sums, grad_scalars, flows, grads, logs, carried, conserved, reaching, partial,
-                after, start_sums, start_scalars,
+                after, start_sums, start_scalars, *self._renormalized(competing), *(grad_powers or no_powers),
             ),
             (query, key),
             (self.plane, *self.tokens, self.eps, self.clamp),
@@ -296,19 +320,25 @@ class CausalPlan(Plan):
                 "BLOCK_D": self.tile_d,
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
-                # the sums of the last state do change when q is scaled, so they may have no gradient
-                "CENTRE": self.centre if not reverse and grad_end is None else 0.0,
+                # the sums of the last state do change when q is scaled, so they may have no gradient; qS/W is no sum
+                "CENTRE": self.centre if not reverse and (grad_end is None or self.is_renormalized) else 0.0,
             }
-            raised = self.features["PRECISION"] != "bf16" or self.eps > NEGLIGIBLE_EPS
             yield self._kernel(
                 backward_qk.gradient_kernel,
                 config.gradient,
-                (*strided, *extras, grad_sums, flows, grads, chunk_sums, states, partial, after, start_sums),
+                (
+                    *strided, positions, bounds, scalars, grad_sums, flows, grads, chunk_sums, states, partial, after,
+                    start_sums,
+                ),
                 strided,
                 (self.plane, *self.tokens, self.eps),
-                features | constants | {"BALANCE": balance, "RAISED": raised, "REVERSE": reverse},
+                features | constants | self.renormalize | self.raised | {"BALANCE": balance, "REVERSE": reverse},
                 tiles=self.feature_tiles,
-            )
+            )  # fmt: skip
+
+    def _renormalized(self, *arguments: Argument | None) -> Sequence[Argument | None]:
+        """What only kernels of a renormalised variant take: an argument of None is no parameter of a kernel."""
+        return arguments if self.is_renormalized else [None] * len(arguments)
 
     def _kernel(
         self,
@@ -351,17 +381,22 @@ def segment_chunks(longest: int, segments: int, chunk: int) -> int:
     return cast("int", torch.sym_max(1, (longest + segments * chunk - 1) // (segments * chunk)))
 
 
-def state_sizes(rows: int, dim: int, value_dim: int) -> list[int]:
-    """How many numbers the three tensors of a state take in one buffer, each aligned."""
-    return [aligned(size) for size in (4 * rows * dim, rows * dim * value_dim, 3 * rows)]
+def state_sizes(rows: int, dim: int, value_dim: int, sums: int) -> list[int]:
+    """How many numbers the three tensors of a state take in one buffer, each aligned; it has 4 or 5 `sums`."""
+    return [aligned(size) for size in (sums * rows * dim, rows * dim * value_dim, 3 * rows)]
+
+
+def powers_size(rows: int, segments: int, has_powers: bool) -> list[int]:
+    """How many numbers follow the gradient of the first state: the parts of dτ and dγ of each segment."""
+    return [2 * rows * segments] if has_powers else []
 
 
 def kept_sizes(
-    shape: Sequence[int], value_dim: int, rows: int, longest: int, segments: int, chunk: int, keep: bool
+    shape: Sequence[int], value_dim: int, rows: int, longest: int, segments: int, chunk: int, keep: bool, sums: int
 ) -> list[int]:
     """How many numbers the planes of flows, the sums before chunks (only if kept), logs and memories take."""
     batch, heads, length, dim = shape
-    planes = PLANES if keep else FORWARD_PLANES
+    planes = (PLANES if sums == 4 else RENORMALIZED_PLANES) if keep else FORWARD_PLANES
     chunks = segments * segment_chunks(longest, segments, chunk) if keep else 0
-    sizes = planes.value * batch * heads * length, 4 * rows * chunks * dim, rows * (segments + 1)
+    sizes = planes.value * batch * heads * length, sums * rows * chunks * dim, rows * (segments + 1)
     return [aligned(size) for size in (*sizes, rows * segments * dim * value_dim)]
