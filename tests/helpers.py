@@ -108,3 +108,11 @@ def allocated(function) -> tuple[int, int]:
         held += event.nbytes()
         highest = max(highest, held)
     return max(event.nbytes() for event in events), highest
+
+
+def assert_same(ours, truth, names, tolerance=1e-12):
+    """Each tensor differs by no more than that share of its norm, or of 1."""
+    for name, value, expected in zip(names, ours, truth, strict=True):
+        assert value.shape == expected.shape, name
+        error, size = (value - expected).norm().item(), max(expected.norm().item(), 1)
+        assert error <= tolerance * size, f"{name}: error {error:.1e} in {size:.1e}"

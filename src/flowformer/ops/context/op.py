@@ -14,7 +14,7 @@ from .. import backends, checks
 from ..state import FlowState
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
-from . import bidirectional, causal
+from . import bidirectional, causal, renormalized
 from .exchange import Exchange, Group, check_agreement, process_group
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def attention(
         chosen = _choose(backend, query, key, value, is_causal, reading)
     _check_same_call(ranks, query, key, value, query.shape[0], is_causal, powers, factor, reading)
     if not is_causal:
-        return bidirectional.attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
+        return _bidirectional(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks), powers)
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
     result, _ = causal.attend(
         query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, False, powers
@@ -138,9 +138,24 @@ def varlen(
         if is_causal:
             out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, False, powers)
         else:
-            out = bidirectional.attend(*inputs, *masks, factor, reading, exchange)
+            out = _bidirectional(*inputs, *masks, factor, reading, exchange, powers)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
+
+
+def _bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    variant: FlowVariant,
+    exchange: Exchange,
+    powers: Tensor | None,
+) -> Tensor:
+    given = query, key, value, query_mask, key_mask, scale, variant, exchange
+    return renormalized.attend(*given, powers) if variant.renormalize else bidirectional.attend(*given)
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
@@ -168,11 +183,6 @@ def _checked_variant(
     variant: FlowVariant | str, powers: Tensor | None, is_causal: bool, query: Tensor
 ) -> tuple[FlowVariant, Tensor | None]:
     checked = checks.variant(variant, is_causal)
-    if checked.renormalize and not is_causal:
-        raise NotImplementedError(
-            "a sequence cut over ranks takes no variant with renormalize=True unless it is causal: the sum Σ c k is "
-            "not exchanged. Pass renormalize=False, or the whole sequence without a group."
-        )
     return checked, checks.powers(powers, query, query.shape[1], checked)
 
 
