@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+from unittest.mock import patch
 
 import onnxruntime
 import pytest
 import torch
 from helpers import random_inputs, with_gradients
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowformer import FlowState, FlowVariant, flow_attention, flow_attention_recurrent, flow_attention_varlen
 from flowformer.ops.state import empty_state
@@ -77,6 +80,39 @@ class TestOperators:
             operator_arguments(name, FlowVariant(), **case),
             test_utils=("test_schema", "test_faketensor"),
         )
+
+    def test_whoever_observes_operators_sees_them(self):
+        """Else the implementation is called directly; a dispatch mode, a profiler, a trace and a subclass see more."""
+
+        class Names(TorchDispatchMode):
+            def __init__(self):
+                super().__init__()
+                self.seen = []
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                self.seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        query, key, value = (x.requires_grad_() for x in random_inputs(1, 2, 5))
+        with Names() as names:
+            flow_attention(query, key, value).sum().backward()
+        assert {"flowformer.bidirectional.default", "flowformer.bidirectional_backward.default"} <= set(names.seen)
+        with torch.profiler.profile() as profile:
+            flow_attention(query, key, value, is_causal=True).sum().backward()
+        seen = {event.name for event in profile.events()}
+        assert {"flowformer::causal", "flowformer::causal_backward"} <= seen
+        with pytest.warns(torch.jit.TracerWarning):
+            traced = torch.jit.trace(
+                lambda *x: flow_attention(*x, backend="triton"),
+                random_inputs(1, 2, 5, dtype=torch.float32),
+                check_trace=False,
+            )
+        assert "flowformer::triton_bidirectional" in str(traced.graph)
+        mode = FakeTensorMode()
+        assert isinstance(flow_attention(*(mode.from_tensor(x) for x in (query, key, value))), FakeTensor)
+        with patch.object(torch.autograd, "_profiler_enabled", return_value=False) as asked:
+            flow_attention(query, key, value)
+        assert asked.called
 
     def test_every_operator_is_checked(self):
         names = {name.removeprefix("flowformer::") for name in torch._C._dispatch_get_all_op_names() if "flowf" in name}

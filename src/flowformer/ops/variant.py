@@ -85,7 +85,8 @@ class FlowVariant:
 
         Without those at the end that only plain autograd computes, so that no operator has them.
         """
-        return tuple(getattr(self, name) for name in self.__slots__ if name not in ("competitors", "renormalize"))
+        flows = self.clamp, self.eps, self.flow_eps, self.rescale
+        return self.feature_map, self.competition, self.allocation, *flows
 
     @property
     def has_operator(self) -> bool:

@@ -123,7 +123,7 @@ class _Bidirectional(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = torch.ops.flowformer.bidirectional(*inputs)
+        outputs: tuple[Tensor, ...] = _bidirectional_operator(*inputs)
         return outputs
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Bidirectional(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(torch.ops.flowformer.bidirectional_backward, grads[0], *ctx.saved_tensors, *ctx.options)
+        grads = differentiate(_bidirectional_backward_operator, grads[0], *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, *(None for _ in ctx.options)
 
 
@@ -143,7 +143,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = torch.ops.flowformer.causal(*inputs)
+        outputs: tuple[Tensor, ...] = _causal_operator(*inputs)
         return outputs
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(torch.ops.flowformer.causal_backward, *grads[:4], *ctx.saved_tensors, *ctx.options)
+        grads = differentiate(_causal_backward_operator, *grads[:4], *ctx.saved_tensors, *ctx.options)
         return *grads[:3], None, *grads[3:], *(None for _ in ctx.options)
 
 
@@ -163,7 +163,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> Tensor:
-        result: Tensor = torch.ops.flowformer.packed(*inputs)
+        result: Tensor = _packed_operator(*inputs)
         return result
 
     @staticmethod
@@ -173,7 +173,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(torch.ops.flowformer.packed_backward, grads[0], *ctx.saved_tensors, *ctx.options)
+        grads = differentiate(_packed_backward_operator, grads[0], *ctx.saved_tensors, *ctx.options)
         return *grads, None, None, *(None for _ in ctx.options)
 
 
@@ -319,29 +319,31 @@ _MASKS = "Tensor? query_mask, Tensor? key_mask"
 _STATE = "Tensor sums, Tensor memory, Tensor scalars"
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal"
 _FLOWS = ", ".join(f"Tensor kept_{name}" for name in Flows._fields)  # the variant also has a competition
-register(
+_bidirectional_operator = register(
     f"bidirectional({_INPUTS}, {_MASKS}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _without_autocast(_bidirectional),
     _fake_bidirectional,
 )
-register(
+_bidirectional_backward_operator = register(
     f"bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_FLOWS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
     _without_autocast(_bidirectional_backward),
     _fake_gradients,
 )
-register(
+_causal_operator = register(
     f"causal({_INPUTS}, Tensor? mask, {_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _without_autocast(_causal),
     _fake_causal,
 )
-register(
+_causal_backward_operator = register(
     f"causal_backward(Tensor grad, Tensor grad_sums, Tensor grad_memory, Tensor grad_scalars, {_INPUTS}, Tensor? mask, "
     f"{_STATE}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _without_autocast(_causal_backward),
     _fake_causal_backward,
 )
-register(f"packed({_INPUTS}, {_LENGTHS}, {VARIANT}) -> Tensor", _without_autocast(_packed), _fake_packed)
-register(
+_packed_operator = register(
+    f"packed({_INPUTS}, {_LENGTHS}, {VARIANT}) -> Tensor", _without_autocast(_packed), _fake_packed
+)
+_packed_backward_operator = register(
     f"packed_backward(Tensor grad, {_INPUTS}, {_LENGTHS}, {VARIANT}) -> (Tensor, Tensor, Tensor)",
     _without_autocast(_packed_backward),
     _fake_gradients,

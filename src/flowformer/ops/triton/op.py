@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..common import Mask, Powers, State
 from ..variant import FlowVariant
+from .hardware import MAX_DIM, is_hopper
 
 if TYPE_CHECKING:
     from ..varlen import Lengths
@@ -31,8 +32,6 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         return ["triton is not installed"]
     if torch.compiler.is_exporting():
         return ["an exported graph cannot hold the kernels"]
-    from .hardware import MAX_DIM, is_hopper
-
     reasons = []
     if query.dtype not in DTYPES:
         reasons.append(f"{query.dtype} (the kernels take float32, bfloat16 and float16)")

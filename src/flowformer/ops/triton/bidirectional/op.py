@@ -69,7 +69,7 @@ def _apply(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds, powers)
     inputs = *tensors, longest, keep, *options_of(scale, variant)
-    result: Tensor = _Bidirectional.apply(*inputs) if keep else torch.ops.flowformer.triton_bidirectional(*inputs)[0]
+    result: Tensor = _Bidirectional.apply(*inputs) if keep else _triton_bidirectional(*inputs)[0]
     return result
 
 
@@ -78,15 +78,15 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         result: Tensor
-        result, kept = torch.ops.flowformer.triton_bidirectional(*inputs)
+        result, kept = _triton_bidirectional(*inputs)
         ctx.save_for_backward(*inputs[:8], kept)
         ctx.longest, ctx.options, ctx.has_powers = inputs[8], inputs[10:], inputs[7] is not None
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        backward = torch.ops.flowformer.triton_bidirectional_backward
-        *found, grad_powers = differentiate(backward, grads[0], *ctx.saved_tensors, ctx.longest, *ctx.options)
+        inputs = *ctx.saved_tensors, ctx.longest, *ctx.options
+        *found, grad_powers = differentiate(_triton_bidirectional_backward, grads[0], *inputs)
         powers = grad_powers if ctx.has_powers else None
         return *found, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
@@ -211,12 +211,12 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? query_mask, Tensor? key_mask, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? powers"
 )
-register(
+_triton_bidirectional = register(
     f"triton_bidirectional({_INPUTS}, SymInt longest, bool keep, {OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-register(
+_triton_bidirectional_backward = register(
     f"triton_bidirectional_backward(Tensor grad, {_INPUTS}, Tensor kept, SymInt longest, {OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,

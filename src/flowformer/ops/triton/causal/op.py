@@ -88,7 +88,7 @@ def _apply(
     keep = _needs_gradients(query, key, value, powers, *parts)
     *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *parts)
     inputs = *tensors, longest, keep, sums, memory, scalars, powers, *options_of(scale, variant)
-    result, end, kept = _Causal.apply(*inputs) if keep else torch.ops.flowformer.triton_causal(*inputs)
+    result, end, kept = _Causal.apply(*inputs) if keep else _triton_causal(*inputs)
     return result, end, kept
 
 
@@ -100,7 +100,7 @@ class _Causal(torch.autograd.Function):
     # without setup_context, for which torch inspects the signature in every call
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        result, end, kept = torch.ops.flowformer.triton_causal(*inputs)
+        result, end, kept = _triton_causal(*inputs)
         scalars, powers = inputs[10:12]
         ctx.save_for_backward(*inputs[:5], powers, scalars, result, kept)
         ctx.mark_non_differentiable(kept)
@@ -115,9 +115,8 @@ class _Causal(torch.autograd.Function):
         query, _, value, _, bounds = tensors
         if grad is None:
             grad = torch.zeros_like(result)
-        backward = torch.ops.flowformer.triton_causal_backward
         inputs = *tensors, ctx.longest, powers, scalars, result, kept, *ctx.options
-        *grads, start = differentiate(backward, grad, grad_end, *inputs)
+        *grads, start = differentiate(_triton_causal_backward, grad, grad_end, *inputs)
         # not by `variant_of`: torch.compile traces this function, and no dataclass
         batch, sums = _sequences(query, bounds), 5 if ctx.options[-1] else 4
         state = _state(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
@@ -319,13 +318,13 @@ def _fake_backward(
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bounds"
 _STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
-register(
+_triton_causal = register(
     f"triton_causal({_INPUTS}, Tensor? key_bounds, SymInt longest, bool keep, {_STATE}, Tensor? powers, {OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-register(
+_triton_causal_backward = register(
     f"triton_causal_backward(Tensor grad, Tensor? grad_end, {_INPUTS}, SymInt longest, Tensor? powers, "
     f"Tensor? scalars, Tensor result, Tensor kept, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
