@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from forks import FORKS
 from helpers import ROOT
 from tiny_training import CONFIG, SERIES, losses, random_cases
@@ -203,6 +204,24 @@ class TestResume:
             log.write('{"kind": "train", "step": 6, "lo')
         train(CONFIG, folder, splits=SERIES, resume=True)
         assert losses(folder) == losses(finished[0])
+
+    def test_a_rate_that_graphs_have_put_on_the_device(self, tmp_path):
+        """Updates captured as CUDA graphs read the learning rate from a tensor; a run that resumes has none yet."""
+        accelerator = Accelerator(cpu=True)
+
+        def build():
+            model = torch.nn.Linear(2, 2)
+            return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+        model, optimiser = build()
+        model(torch.ones(1, 2)).sum().backward()
+        optimiser.step()
+        optimiser.param_groups[0]["lr"] = torch.tensor(0.05)
+        checkpoint = checkpoints.save(accelerator, model, optimiser, tmp_path, {"step": 1}, keep=1)
+        other, fresh = build()
+        checkpoints.restore(accelerator, other, fresh, checkpoint, seed=0)
+        assert fresh.param_groups[0]["lr"] == pytest.approx(0.05)
+        torch.testing.assert_close(other.state_dict(), model.state_dict())
 
     def test_lost_random_numbers_are_noticed(self, tmp_path, monkeypatch):
         with pytest.raises(StopError):

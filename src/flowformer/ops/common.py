@@ -48,6 +48,11 @@ def empty_result(query: Tensor, value_dim: int) -> Tensor:
     return query.new_empty(batch, heads, length, value_dim)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. Under torch.compile of torch 2.11, torch.compiler.is_exporting() is true as well."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 _library = torch.library.Library("flowformer", "DEF")
 
 

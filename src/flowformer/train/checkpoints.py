@@ -107,6 +107,10 @@ def restore(
 def _state(objective: nn.Module, optimiser: AcceleratedOptimizer) -> dict[str, Any]:
     """Parameters and optimiser, by names that do not depend on how they are wrapped."""
     model, optimiser_state = get_state_dict(objective, optimiser.optimizer)
+    groups: Any = optimiser_state["param_groups"]
+    for group in groups:
+        # updates captured as CUDA graphs have it on the device, but not before the first one
+        group["lr"] = float(group["lr"])
     return {"model": model, "optimiser": optimiser_state}
 
 

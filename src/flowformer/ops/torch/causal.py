@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import Mask, Powers, State, empty_result, valid_values
+from ..common import Mask, Powers, State, empty_result, is_exporting, valid_values
 from ..variant import FlowVariant
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
@@ -111,7 +111,7 @@ def graph(
         q, k, v = block.inputs(query, key, value)
         results.append(q @ (k.mT @ v))  # nothing, but differentiable
     whole = Segment.of(slice(None), query.shape[2], CHUNK)
-    for segment in [whole] if torch.compiler.is_exporting() else _segments(query):
+    for segment in [whole] if is_exporting() else _segments(query):
         q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
         if segment.chunks * segment.chunk == 1:
             from . import decode
@@ -146,7 +146,7 @@ class Segment(NamedTuple):
     def of(cls, tokens: slice, length: int, chunk: int) -> Segment:
         # an exported graph must serve any length: one masked chunk more makes at least two, since export would
         # specialise on a single one
-        return cls(tokens, length, chunk, (length + chunk - 1) // chunk + int(torch.compiler.is_exporting()))
+        return cls(tokens, length, chunk, (length + chunk - 1) // chunk + int(is_exporting()))
 
     @property
     def padding(self) -> int:
@@ -154,7 +154,7 @@ class Segment(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        return torch.compiler.is_exporting() or self.padding > 0
+        return is_exporting() or self.padding > 0
 
     def inputs(
         self,
@@ -197,7 +197,7 @@ class Segment(NamedTuple):
         """(G, T, C, D) -> (G, tokens, D)"""
         x = x.flatten(1, 2)
         # in an exported graph, a slice would need a proof that it is not longer than x
-        return F.pad(x, (0, 0, 0, -self.padding)) if torch.compiler.is_exporting() else x[:, : self.length]
+        return F.pad(x, (0, 0, 0, -self.padding)) if is_exporting() else x[:, : self.length]
 
 
 def _segments(query: Tensor) -> Iterator[Segment]:

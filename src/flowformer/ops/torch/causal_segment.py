@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, State
+from ..common import Mask, Powers, State, is_exporting
 from ..variant import FlowVariant
 
 
@@ -253,7 +253,7 @@ def _running_softmax(
     if valid is not None:
         flow = flow.masked_fill(~valid, lowest)
     start = torch.where(count > 0, start, lowest)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         by_chunks = _running_log_sum(start, flow)
         return position * (flow - by_chunks).exp(), by_chunks.flatten(1)
     log_sum = torch.cat([start[:, None], flow.flatten(1)], -1).logcumsumexp(-1)
@@ -328,7 +328,7 @@ def _after(x: Tensor, end: Tensor) -> Tensor:
 
 
 def _sum_chunks(x: Tensor, triangle: Callable[[Tensor], Tensor]) -> Tensor:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return x.cumsum(1)
     # chunks are few: a product with a triangle of ones is four times faster than cumsum along a strided axis
     ones = x.new_ones(x.shape[1], x.shape[1])

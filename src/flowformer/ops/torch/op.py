@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, Mask, Powers, State, differentiate, distinct, empty_result, register, register_vmap
+from ..common import (
+    VARIANT,
+    Mask,
+    Powers,
+    State,
+    differentiate,
+    distinct,
+    empty_result,
+    is_exporting,
+    register,
+    register_vmap,
+)
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -47,7 +58,7 @@ def bidirectional(
     powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention`."""
-    if torch.compiler.is_exporting() or not variant.has_operator:
+    if is_exporting() or not variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
             return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant, powers)
     tensors = query, key, value, query_mask, key_mask
@@ -75,7 +86,7 @@ def recurrent(
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if state is None:
         state = empty_state(query, value, variant)
-    if torch.compiler.is_exporting() or not variant.has_operator:
+    if is_exporting() or not variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
             return causal_graph(query, key, value, mask, state, scale, variant, powers)
     tensors = query, key, value, mask, *state
@@ -94,7 +105,7 @@ def packed(
     powers: Powers = None,
 ) -> Tensor:
     """See `flow_attention_varlen`."""
-    if torch.compiler.is_exporting() or not variant.has_operator:
+    if is_exporting() or not variant.has_operator:
         # here, as in the other functions for packed sequences: every import of the package would pay for it
         from . import varlen
 

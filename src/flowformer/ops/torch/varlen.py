@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers
+from ..common import Mask, Powers, is_exporting
 from ..state import empty_state
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -80,7 +80,7 @@ def graph(
             return causal.graph(q, k, v, query_mask, empty_state(q, v, variant), scale, variant, powers)[0]
         return bidirectional.graph(q, k, v, query_mask, key_mask, scale, variant, powers)
 
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return _by_groups(query, key, value, _groups(query, key, lengths, is_causal), attend)
     sinks = PaddedSequences.all(lengths[0], lengths[2])
     sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])

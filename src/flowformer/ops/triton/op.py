@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, State
+from ..common import Mask, Powers, State, is_exporting
 from ..variant import FlowVariant
 from .hardware import MAX_DIM, is_hopper
 
@@ -30,7 +30,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         return [f"tensors on {query.device} (the kernels need a GPU)"]
     if not HAS_TRITON:
         return ["triton is not installed"]
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return ["an exported graph cannot hold the kernels"]
     reasons = []
     if query.dtype not in DTYPES:
