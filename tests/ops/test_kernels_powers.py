@@ -222,6 +222,13 @@ def test_exponents_far_from_zero(is_causal, tau):
         assert relative_error(result, truth) < 30 * abs(tau) * ROUNDING
 
 
+def test_the_gradients_of_one_token_cancel():
+    """Its result is α v: dQ and dK are what ε leaves where large terms cancel."""
+    query, key, value = (0.01 * x for x in inputs_of(batch=3, heads=2, sinks=1, dim=96))
+    given = *(x.bfloat16() for x in (query, key, 100 * value)), powers_of(2)
+    check(given, True, replace(RENORMALIZED, feature_map="relu", eps=1e-4), scale=2.0)
+
+
 @either_direction
 def test_a_row_without_a_source_gives_nothing(is_causal):
     given = (*inputs_of(batch=2, heads=1, sinks=20), powers_of(1, (-150.0, -150.0)))

@@ -103,7 +103,8 @@ def gradient_kernel(
     BALANCE: the gradient of q through I, or W to RENORMALIZE, cancels most of the gradient through S. R is rounded,
     so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
     computed again, by this program if it holds all features ("own"), or by a launch that does nothing else ("measure")
-    before the one that uses it ("measured"). "none" where nothing is rounded.
+    before the one that uses it ("measured"). "none" where nothing is rounded. To RENORMALIZE, dK is a difference of
+    the same kind, and takes what was measured for dQ.
 
     CENTRE: without an allocation R does not change when q is scaled, so ⟨q, dq⟩ = 0. Where inputs are small, φ is
     nearly φ(0) in all features, and dq is a small remainder of large terms. CENTRE is then φ(0), otherwise 0: products
@@ -203,11 +204,18 @@ def gradient_kernel(
                 competing_sum = load_vector(p_after, chunk * SUMS + AFTER_COMPETING_SUM, columns, D)
             else:
                 competing_sum = load_vector(p_sums, chunk * SUMS + COMPETING_SUM, columns, D)
-        if BALANCE != "none" or RENORMALIZE:
+        if REVERSE and BALANCE == "measured":
+            overlap = load_tiles(p_grad_flow + MEASURED * plane, plane, keep, tl.cdiv(D, BLOCK_D))
+        elif BALANCE != "none" or RENORMALIZE:
             overlap = load_tiles(p_grad_flow + GRAD_PLANES * plane, plane, keep, TILES)
 
         b_given = operand(b_right * give[:, None], PRECISION)
-        b_products = dot_nt(b_left, b_given, PRECISION) * take[:, None]
+        if RENORMALIZE:
+            # what cancels the products is not rounded, and neither are their factors
+            b_products = dot_nt(b_left, operand(b_right, PRECISION), PRECISION)
+            b_products *= take[:, None] * materialize(give)[None, :]
+        else:
+            b_products = dot_nt(b_left, b_given, PRECISION) * take[:, None]
         if RENORMALIZE and CENTRE != 0:
             grad_competing = competing_gradient(p_flow, plane, keep, overlap)
             b_products += grad_competing[:, None] * materialize(give)[None, :]
@@ -236,6 +244,8 @@ def gradient_kernel(
                 elif BALANCE != "none":
                     if RENORMALIZE:
                         overlap = projection
+                        if BALANCE == "own":
+                            tl.store(p_grad_flow + MEASURED * plane, projection, mask=inside)
                     else:
                         flow -= (projection - overlap) * inverse / position
             elif RENORMALIZE:
@@ -257,7 +267,16 @@ def gradient_kernel(
             if REVERSE:
                 b_from_later += take[:, None] * materialize(grad_competing)[None, :]
             else:
-                b_from_earlier += grad_competing[:, None] * materialize(give)[None, :]
+                b_competing = grad_competing[:, None] * materialize(give)[None, :]
+                if SPLIT_OPERANDS:
+                    # it cancels most of b_products, and so is rounded no more than that is
+                    b_high = truncate(b_competing)
+                    b_low = mask_triangle(b_competing - b_high, b_lower, FAST, PRECISION)
+                    b_gradient = dot(b_low, b_other, b_gradient, PRECISION)
+                    b_high = mask_triangle(b_high, b_lower, FAST, PRECISION)
+                    b_gradient = dot(b_high, b_other, b_gradient, PRECISION)
+                else:
+                    b_from_earlier += b_competing
         b_weights = tl.where(tokens[:, None] == tokens[None, :], b_from_later + b_from_earlier, b_from_later)
         b_weights = tl.where(tokens[:, None] > tokens[None, :], b_from_earlier, b_weights)
         b_gradient = dot(operand(b_weights, PRECISION), b_other, b_gradient, PRECISION)

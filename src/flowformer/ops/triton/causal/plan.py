@@ -136,11 +136,14 @@ class CausalPlan(Plan):
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
         # REVERSE and BALANCE of each launch of gradient_kernel: those for dQ, then the one for dK
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
-        self.gradients = [*([(0, "own")] if self.feature_tiles == 1 else tiled), (1, "none")]
+        for_queries = [(0, "own")] if self.feature_tiles == 1 else tiled
         # whether R, or qS/W, changes when q is scaled only through ε, which bfloat16 does not hold
         invariant = variant.renormalize or variant.allocation == "none"
         invariant = invariant and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
         self.centre = CENTRES[variant.feature_map] if invariant and dtype == torch.bfloat16 else 0.0
+        # what centred features are measured for is something else
+        shares = variant.renormalize and not self.centre and for_queries[-1][1] != "none"
+        self.gradients = [*for_queries, (1, "measured" if shares else "none")]
 
         rows, segments, tiles = self.rows, self.segments, self.value_tiles
         self.width = dim * value_dim
@@ -156,7 +159,7 @@ class CausalPlan(Plan):
         self.forward_scratch = [aligned(size) for size in sizes] if segments > 1 else []
         # per token the planes; per chunk the gradients after it; per segment dΣk and dΣq, and Z
         planes = GRAD_PLANES.value + 2 * tiles
-        if (0, "measure") in self.gradients:
+        if any(balance == "measured" for _, balance in self.gradients):
             planes += 2 * self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
         if segments > 1:
