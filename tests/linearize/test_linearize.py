@@ -12,44 +12,22 @@ import pytest
 import torch
 import transformers
 from helpers import ROOT
+from language import LLAMA, WORDS, documents
 from transformers import AutoModel, AutoModelForCausalLM
 
 from flowformer import FlowVariant
 from flowformer.integrations.transformers.heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
-from flowformer.linearize.evaluate import HeldOut, compare, generation_speed, rank_correlation
+from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
 from flowformer.linearize.text import PackedRows, tokenize
 from flowformer.linearize.transfer import Pair
 from flowformer.train.loop import Interrupted
 
-WORDS = 17
-LLAMA = transformers.LlamaConfig(
-    vocab_size=WORDS,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    bos_token_id=0,
-    eos_token_id=1,
-)
 BERT = transformers.BertConfig(
     vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
 )
 SHORT = {"length": 24, "batch_size": 4, "transfer_tokens": 3000, "lora_tokens": 3000, "lora_rank": 4}
 SHORT |= {"transfer_lr": 1e-2, "lora_lr": 3e-3}
-
-
-def documents(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Sequences in which every token is one of two that may follow the one before."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(count):
-        tokens = [2]
-        for turn in torch.randint(2, (int(torch.randint(9, 40, (), generator=generator)),), generator=generator):
-            tokens.append(2 + (3 * tokens[-1] + 1 + 5 * int(turn)) % (WORDS - 2))
-        found.append(torch.tensor(tokens))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -329,6 +307,22 @@ def test_evaluation_scores_every_token_once():
     by_word = compare(Uniform(), HeldOut(torch.randint(WORDS, (21,)), 10, None, 10, 3))
     assert by_word["perplexity by word"] == pytest.approx(WORDS**2)
     assert rank_correlation(torch.arange(5.0), -torch.arange(5.0)) == -1
+
+
+def test_cloze_accuracy_is_the_share_of_last_words_that_are_guessed():
+    def tokenizer(text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text if letter != " "]}
+
+    def logits(batch):
+        """Those of a model that expects every second letter to be the same."""
+        tokens = batch["input_ids"]
+        return torch.nn.functional.one_hot(torch.cat([tokens[:, :1], tokens[:, :-1]], 1), 128).float()
+
+    # one letter of the second is wrong; the last has no word before it
+    assert cloze_accuracy(logits, ["ab ab", "ab ac", "a b a", "a"], tokenizer) == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match="no text has a word"):
+        cloze_accuracy(logits, ["alone"], tokenizer)
 
 
 def test_the_cache_of_a_student_does_not_grow(teacher):

@@ -1,0 +1,30 @@
+"""A small language, and the size of a decoder that can learn it."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+WORDS = 17
+LLAMA = transformers.LlamaConfig(
+    vocab_size=WORDS,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+
+
+def documents(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Sequences in which every token is one of two that may follow the one before."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        tokens = [2]
+        for turn in torch.randint(2, (int(torch.randint(9, 40, (), generator=generator)),), generator=generator):
+            tokens.append(2 + (3 * tokens[-1] + 1 + 5 * int(turn)) % (WORDS - 2))
+        found.append(torch.tensor(tokens))
+    return found
