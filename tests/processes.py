@@ -31,8 +31,11 @@ def run_ranks(work, ranks, tmp_path_factory):
 
 
 def _fork(_, work, ranks, folder):
+    import quick_interpreter
+
     import flowformer.ops.context.op  # noqa: F401  # imports the compiler, once for all ranks
 
+    quick_interpreter.install()  # as conftest.py does, which this process has not imported
     torch.multiprocessing.start_processes(_work, (work, ranks, folder), nprocs=ranks, start_method="fork")
 
 

@@ -5,6 +5,7 @@ Four processes run every case in one start, since starting them takes longer tha
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from flowformer.bench.errors import FORWARD, GRADIENT, measure
 from flowformer.bench.measure import peak_bytes
 from flowformer.models.lm import FlowformerLM, LMConfig
 from flowformer.ops.context import exchange
+from flowformer.ops.triton.op import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -62,6 +64,7 @@ class Case(NamedTuple):
     gathered_bytes: int = 2**15
     scale: float = 0.7
     powers: bool = False
+    backend: str | None = None
 
     @property
     def ranks(self):
@@ -110,6 +113,7 @@ class Case(NamedTuple):
             variant=self.variant,
             enable_gqa=True,
             scale=self.scale,
+            backend=self.backend,
             group=group,
         )
         learned = [] if powers is None else [powers]
@@ -154,6 +158,19 @@ CASES |= {
     "cross-attention, sinks and sources on different ranks": Case(cuts=(0, 5, 5, 9, 9), source_cuts=(0, 0, 6, 6, 11)),
     "cross-attention, no source": Case(source_cuts=(0, 0, 0, 0, 0)),
 }
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = {"dtype": torch.float32, "backend": "triton"}
+if INTERPRETED:
+    CASES |= {
+        "kernels": Case(**KERNELS),
+        "kernels, powers": Case(variant=RENORMALIZED, powers=True, masked=False, **KERNELS),
+        "kernels, no token": Case(cuts=(0, 0, 0, 0, 0), masked=False, **KERNELS),
+        "kernels, two ranks": Case(
+            cuts=(0, 6, 13), source_cuts=(0, 0, 9), variant=VARIANTS["sigmoid competition"], **KERNELS
+        ),
+        "kernels, plain linear": Case(cuts=(0, 6, 13), variant=VARIANTS["plain linear"], masked=False, **KERNELS),
+    }
 
 # where each packed sequence ends, and where the ranks' tokens do; tokens after the last end belong to no sequence
 BOUNDS = torch.tensor([0, 2, 2, 7, 8, 21, 23])
@@ -348,6 +365,11 @@ def work(rank, _):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     world, pair = dist.group.WORLD, mesh["context"]
     found = {}
+    if INTERPRETED:
+        from flowformer.ops.triton.bidirectional import plan
+
+        # so that kernels add up the records of several segments, but not on every rank
+        plan.segment_count = lambda records, longest, *_: 2 if longest > 3 else 1
     for name, case in CASES.items():
         own = rank if case.ranks == RANKS else rank % 2
         found[name] = case.run(own, world if case.ranks == RANKS else pair)
@@ -392,19 +414,19 @@ def test_cut_equals_whole(found, name):
 
     def whole(dtype):
         inputs = [x.to(dtype) for x in case.inputs()]
-        if dtype != torch.float64:
-            options["backend"] = "reference"
-            return with_gradients(
-                lambda *x: flow_attention(*x, is_causal=case.is_causal, enable_gqa=True, **options), inputs
+        if dtype == torch.float64 and not case.powers:
+            return with_gradients(lambda *x: oracle(*x, is_causal=case.is_causal, **options), inputs)
+
+        def run(*x, powers=None):
+            # `test_renormalize.py` compares this backend with the equations
+            return flow_attention(
+                *x, powers=powers, is_causal=case.is_causal, enable_gqa=True, backend="reference", **options
             )
-        if case.powers:
-            # the oracle takes none; `test_renormalize.py` compares this backend with the equations
-            options["backend"] = "reference"
-            return with_gradients(
-                lambda *x: flow_attention(*x[:3], powers=x[3], is_causal=case.is_causal, enable_gqa=True, **options),
-                [*inputs, learned_powers(case.heads[0])],
-            )
-        return with_gradients(lambda *x: oracle(*x, is_causal=case.is_causal, **options), inputs)
+
+        if not case.powers:
+            return with_gradients(run, inputs)
+        learned = learned_powers(case.heads[0]).to(dtype)
+        return with_gradients(lambda *x: run(*x[:3], powers=x[3]), [*inputs, learned])
 
     truth = whole(torch.float64)
     assert ours[0].dtype == case.dtype
@@ -413,7 +435,7 @@ def test_cut_equals_whole(found, name):
         return
     plain = whole(case.dtype)
     size = sum(x.norm() ** 2 for x in truth[1:]).sqrt().item()
-    for i, label in enumerate(NAMES):
+    for i, label in enumerate([*NAMES, "grad_powers"][: len(truth)]):
         factor, of = (GRADIENT, size) if i else (FORWARD, None)
         error = measure(ours[i], plain[i], truth[i], factor, case.dtype, of)
         assert error.obeys, f"{label}: {error}"

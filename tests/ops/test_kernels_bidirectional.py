@@ -16,7 +16,7 @@ from helpers import CAUSAL_KERNEL_VARIANTS, VARIANTS, oracle, random_inputs, rel
 from flowformer import FlowVariant
 from flowformer.ops import varlen
 from flowformer.ops.torch import op as torch_op
-from flowformer.ops.triton.bidirectional import forward, plan
+from flowformer.ops.triton.bidirectional import cut, forward, plan
 from flowformer.ops.triton.bidirectional import op as kernels
 from flowformer.ops.triton.bidirectional.plan import segment_count
 from flowformer.ops.triton.plan import cached_plan, options_of
@@ -377,6 +377,32 @@ def test_operators_are_well_formed():
     result, kept = torch.ops.flowformer.triton_bidirectional(*args)
     args = result, *given, None, None, None, None, None, kept, 9, *options
     torch.library.opcheck(torch.ops.flowformer.triton_bidirectional_backward.default, args, test_utils=checks)
+
+
+class OneRank:
+    """The exchange of a rank that has the whole sequence."""
+
+    def total(self, x):
+        return x
+
+    def softmax_total(self, x, logs, weighted):
+        return x, logs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_with_exchanges_between_them_are_those_without(dtype):
+    """`test_context.py` has several ranks, but on a CPU only."""
+    given = [x.to(dtype) for x in inputs(batch=2, heads=4, key_heads=2, sinks=70, dim=16)]
+    mask = torch.rand(2, 70, device=DEVICE) > 0.3
+
+    def cut_call(query, key, value):
+        return cut.attend(query, key, value, mask, mask, 0.7, FlowVariant(), OneRank(), None)
+
+    def whole_call(query, key, value):
+        return kernels.bidirectional(query, key, value, mask, mask, 0.7, FlowVariant())
+
+    for ours, whole in zip(with_gradients(cut_call, given), with_gradients(whole_call, given), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
 
 
 def test_compiles_as_one_graph():

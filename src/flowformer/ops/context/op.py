@@ -50,7 +50,8 @@ def attention(
         chosen = _choose(backend, query, key, value, is_causal, reading)
     _check_same_call(ranks, query, key, value, query.shape[0], is_causal, powers, factor, reading)
     if not is_causal:
-        return _bidirectional(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks), powers)
+        tensors = query, key, value, query_mask, key_mask
+        return _bidirectional(chosen, *tensors, factor, reading, Exchange(ranks), powers)
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
     result, _ = causal.attend(
         query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, False, powers
@@ -138,12 +139,13 @@ def varlen(
         if is_causal:
             out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, False, powers)
         else:
-            out = _bidirectional(*inputs, *masks, factor, reading, exchange, powers)
+            out = _bidirectional(chosen, *inputs, *masks, factor, reading, exchange, powers)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
 
 
 def _bidirectional(
+    backend: backends.Backend,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -155,6 +157,10 @@ def _bidirectional(
     powers: Tensor | None,
 ) -> Tensor:
     given = query, key, value, query_mask, key_mask, scale, variant, exchange
+    if backend.name == "triton":
+        from ..triton.bidirectional import cut
+
+        return cut.attend(*given, powers)
     return renormalized.attend(*given, powers) if variant.renormalize else bidirectional.attend(*given)
 
 
@@ -189,7 +195,7 @@ def _checked_variant(
 def _choose(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
 ) -> backends.Backend:
-    """The backend of what a rank computes alone; bidirectional sums are computed with the functions of "torch"."""
+    """The backend of what a rank computes; bidirectional, all but "triton" take the functions of "torch"."""
     return backends.choose(backend, query, key, value, is_causal, variant)
 
 

@@ -108,6 +108,8 @@ class BidirectionalPlan(Plan):
         options: what `options_of` returns.
     """
 
+    is_cut = False  # whether the tokens are one rank's part: then no segment is a whole head
+
     def __init__(
         self,
         tensors: Signatures,
@@ -131,7 +133,7 @@ class BidirectionalPlan(Plan):
         # programs per SM, by the memory S that each holds
         occupancy = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
         self.segments = segment_count(self.records, longest, dim, occupancy * num_sms(device))
-        self.is_whole = self.segments == 1
+        self.is_whole = self.segments == 1 and not self.is_cut
         self.chunks, self.tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
         # the parts of ⟨S, dS⟩ of a head
         self.products = self.tiles if self.is_whole else self.chunks
