@@ -1,0 +1,158 @@
+// The arguments of a call, as `call.py` lays them out, and what both directions need of them.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "products.h"
+#include "threads.h"
+
+// rows of contiguous numbers: where they begin, and the strides of sequences, heads and tokens, in numbers
+struct Rows {
+    void* data;
+    int64_t batch, head, token;
+
+    template <class T> T* at(int64_t sequence, int64_t h, int64_t t) const {
+        return (T*)data + sequence * batch + h * head + t * token;
+    }
+};
+
+struct Call {
+    int64_t dtype, threads;
+    int64_t sequences, heads, shared;  // `shared`: query heads of a key head
+    int64_t sinks, sources, dim, value_dim;
+    const int64_t *sink_bounds, *source_bounds;  // of packed sequences, else null
+    Rows query, key, value, result;
+    Rows grad, grad_query, grad_key, grad_value;  // those of shared key heads: one for each query head, as sums
+    const bool *query_mask, *key_mask;            // (sequences, tokens), or null
+    Rows sink_flows, source_flows;                // numbers of each token, a plane after another
+    int64_t sink_plane, source_plane;
+    void* records;  // what is kept of each head
+    int64_t feature_map, competition, allocation, rescale;
+    double scale, clamp, eps, flow_eps;
+};
+
+enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP, RELU_EPS_MAP };
+enum Competition { SOFTMAX_COMPETITION, SIGMOID_COMPETITION, NO_COMPETITION };
+enum Allocation { SIGMOID_ALLOCATION, NO_ALLOCATION };
+
+constexpr int64_t BLOCK = 48;      // tokens whose rows stay in the first cache; a multiple of the rows of a tile
+constexpr int64_t SEGMENT = 1536;  // tokens that are added up before they are added to others: results do not depend
+                                   // on how many threads there are
+
+template <class A> struct Buffer {
+    explicit Buffer(int64_t size) : data((A*)std::aligned_alloc(64, padded(size * sizeof(A) + 64, 64)), &std::free) {
+        if (!data) throw std::bad_alloc();
+    }
+    std::unique_ptr<A[], decltype(&std::free)> data;
+    operator A*() const { return data.get(); }
+};
+
+// tokens of one sequence: [start, start + size) of all tokens
+struct Span {
+    int64_t start, size;
+};
+inline Span span(const int64_t* bounds, int64_t sequence, int64_t size) {
+    return bounds ? Span{bounds[sequence], bounds[sequence + 1] - bounds[sequence]} : Span{0, size};
+}
+
+template <class T> class Features {
+    using A = Sum<T>;
+
+  public:
+    explicit Features(const Call& call)
+        : map(call.feature_map), dim(call.dim), width(padded(dim, LANES<A>)), scale(A(call.scale)), eps(A(call.eps)) {}
+
+    // φ(scale · x) of some tokens; 0 where masked and beyond the last feature
+    void operator()(const Rows& rows, int64_t sequence, int64_t head, int64_t first, int64_t tokens, const bool* mask,
+                    A* result) const {
+        switch (map) {
+            case SIGMOID_MAP: return each<SIGMOID_MAP>(rows, sequence, head, first, tokens, mask, result);
+            case ELU_MAP: return each<ELU_MAP>(rows, sequence, head, first, tokens, mask, result);
+            case RELU_MAP: return each<RELU_MAP>(rows, sequence, head, first, tokens, mask, result);
+            default: return each<RELU_EPS_MAP>(rows, sequence, head, first, tokens, mask, result);
+        }
+    }
+
+    // the derivative, a function of φ
+    Vector<A> derivative(Vector<A> x) const {
+        switch (map) {
+            case SIGMOID_MAP: return scale * (x * (1 - x));
+            case ELU_MAP: return scale * (x > 1 ? all(A(1)) : x);
+            case RELU_MAP: return x > 0 ? all(scale) : all(A(0));
+            default: return x > eps ? all(scale) : all(A(0));
+        }
+    }
+
+  private:
+    int64_t map, dim, width;
+    A scale, eps;
+
+    template <int MAP>
+    void each(const Rows& rows, int64_t sequence, int64_t head, int64_t first, int64_t tokens, const bool* mask,
+              A* result) const {
+        for (int64_t t = 0; t < tokens; t++, result += width) {
+            if (mask && !mask[t]) {
+                std::memset(result, 0, width * sizeof(A));
+                continue;
+            }
+            for_row(rows.at<T>(sequence, head, first + t), dim, [&](int64_t c, Vector<A> x) {
+                x *= scale;
+                if (MAP == SIGMOID_MAP) x = sigmoid<A>(x);
+                if (MAP == ELU_MAP) {
+                    Vector<A> negative = x > 0 ? all(A(0)) : x;
+                    x = x > 0 ? x + 1 : exponential<A>(negative);
+                }
+                if (MAP == RELU_MAP || MAP == RELU_EPS_MAP) x = x < 0 ? all(A(0)) : x;
+                if (MAP == RELU_EPS_MAP) x += eps;
+                store(result + c, x);
+            });
+            for (int64_t c = dim; c < width; c++) result[c] = 0;
+        }
+    }
+};
+
+// x_t · factor_t of some tokens, 0 where masked and beyond the last number
+template <class T, class A = Sum<T>>
+void scaled_rows(const Rows& rows, int64_t size, int64_t sequence, int64_t head, int64_t first, int64_t tokens,
+                 const bool* mask, const A* factor, A* result) {
+    const int64_t width = padded(size, LANES<A>);
+    for (int64_t t = 0; t < tokens; t++, result += width) {
+        if (mask && !mask[t]) {
+            std::memset(result, 0, width * sizeof(A));
+            continue;
+        }
+        for_row(rows.at<T>(sequence, head, first + t), size,
+                [&](int64_t c, Vector<A> x) { store(result + c, x * factor[t]); });
+    }
+}
+
+// flows ⟨x, total⟩ of tokens: x · (total + ε) + ε Σ (total + ε) + ε'
+template <class A> struct Flow {
+    A* raised;  // total + ε
+    A rest;
+
+    Flow() = default;
+    Flow(const Call& call, const A* total, A* raised) : raised(raised), rest(0) {
+        for (int64_t c = 0; c < call.dim; c++) rest += raised[c] = total[c] + A(call.eps);
+        for (int64_t c = call.dim; c < padded(call.dim, LANES<A>); c++) raised[c] = 0;
+        rest = rest * A(call.eps) + A(call.flow_eps);
+    }
+
+    void operator()(int64_t tokens, int64_t width, const A* x, A* result) const {
+        dots(tokens, width, x, raised, result);
+        for (int64_t t = 0; t < tokens; t++) result[t] += rest;
+    }
+};
+
+// f(numbers of a vector) in place of each; the array may be written up to a whole vector
+template <class A, class F> void map_tokens(int64_t tokens, A* x, F f) {
+    for (int64_t t = 0; t < tokens; t += LANES<A>) {
+        A part[LANES<A>] = {};
+        int64_t size = tokens - t < LANES<A> ? tokens - t : LANES<A>;
+        std::memcpy(part, x + t, size * sizeof(A));
+        store(part, f(load(part)));
+        std::memcpy(x + t, part, size * sizeof(A));
+    }
+}

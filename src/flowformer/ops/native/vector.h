@@ -1,0 +1,133 @@
+// Vectors of 32 bytes, what is computed with them, and how numbers of each dtype are read and written.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+template <class A> struct VectorOf;
+template <> struct VectorOf<float> {
+    typedef float type __attribute__((vector_size(32)));
+    typedef int32_t bits __attribute__((vector_size(32)));
+    static constexpr int mantissa = 23, bias = 127;
+    static constexpr float lowest = -87.0f, highest = 88.0f;  // between them exp is a normal number
+    static constexpr float ln2_high = 0.693145751953125f, ln2_low = 1.428606820309417e-06f;
+    static constexpr int terms = 7;  // of the series of exp
+};
+template <> struct VectorOf<double> {
+    typedef double type __attribute__((vector_size(32)));
+    typedef int64_t bits __attribute__((vector_size(32)));
+    static constexpr int mantissa = 52, bias = 1023;
+    static constexpr double lowest = -708.0, highest = 709.0;
+    static constexpr double ln2_high = 0.693147180369123816490, ln2_low = 1.90821492927058770002e-10;
+    static constexpr int terms = 13;
+};
+template <class A> using Vector = typename VectorOf<A>::type;
+template <class A> using Bits = typename VectorOf<A>::bits;
+template <class A> constexpr int LANES = 32 / sizeof(A);
+
+inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+template <class A> inline Vector<A> all(A x) { return x - Vector<A>{}; }
+
+template <class A> inline Vector<A> load(const A* p) {
+    Vector<A> x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+template <class A> inline void store(A* p, Vector<A> x) { std::memcpy(p, &x, sizeof x); }
+
+template <class A> inline A sum(Vector<A> x) {
+    A total[LANES<A>];
+    std::memcpy(total, &x, sizeof x);
+    for (int width = LANES<A> / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) total[i] += total[i + width];
+    return total[0];
+}
+template <> inline float sum<float>(Vector<float> x) {
+    x += __builtin_shuffle(x, Bits<float>{4, 5, 6, 7, 0, 1, 2, 3});
+    x += __builtin_shuffle(x, Bits<float>{2, 3, 0, 1, 6, 7, 4, 5});
+    x += __builtin_shuffle(x, Bits<float>{1, 0, 3, 2, 5, 4, 7, 6});
+    return x[0];
+}
+
+// 2^n · (series of exp at the rest), which is at most ln 2 / 2; NaN stays NaN
+template <class A> inline Vector<A> exponential(Vector<A> x) {
+    using Of = VectorOf<A>;
+    constexpr A shift = A(3ll << (Of::mantissa - 1));  // its last bit is worth 1
+    Vector<A> y = x < Of::lowest ? all(Of::lowest) : x;
+    y = y > Of::highest ? all(Of::highest) : y;
+    Vector<A> shifted = y * A(1.44269504088896340736) + shift, n = shifted - shift;
+    Vector<A> rest = y - n * Of::ln2_high;
+    rest -= n * Of::ln2_low;
+    A factorial[Of::terms + 1];
+    factorial[0] = 1;
+    for (int i = 1; i <= Of::terms; i++) factorial[i] = factorial[i - 1] * i;
+    Vector<A> series = all(1 / factorial[Of::terms]);
+#pragma GCC unroll 16
+    for (int i = Of::terms - 1; i >= 0; i--) series = series * rest + 1 / factorial[i];
+    Bits<A> exponent = (Bits<A>)shifted - (Bits<A>)all(shift) + Of::bias;
+    Vector<A> result = series * (Vector<A>)(exponent << Of::mantissa);
+    result = x < Of::lowest ? all(A(0)) : result;
+    return x > Of::highest ? all(std::numeric_limits<A>::infinity()) : result;
+}
+
+template <class A> inline Vector<A> sigmoid(Vector<A> x) { return 1 / (1 + exponential<A>(-x)); }
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+template <class T> struct SumOf { typedef T type; };
+template <> struct SumOf<bfloat16> { typedef float type; };
+template <class T> using Sum = typename SumOf<T>::type;  // the dtype of sums of T
+
+inline Vector<float> read(const float* p) { return load(p); }
+inline Vector<double> read(const double* p) { return load(p); }
+inline Vector<float> read(const bfloat16* p) {
+    typedef uint16_t half __attribute__((vector_size(16)));
+    half x;
+    std::memcpy(&x, p, sizeof x);
+    return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16);
+}
+inline void write(float* p, Vector<float> x) { store(p, x); }
+inline void write(double* p, Vector<double> x) { store(p, x); }
+inline void write(bfloat16* p, Vector<float> x) {
+    typedef uint16_t half __attribute__((vector_size(16)));
+    typedef uint32_t whole __attribute__((vector_size(32)));
+    whole bits = (whole)x;
+    bits += 0x7fff + ((bits >> 16) & 1);  // to the nearest, ties to even
+    bits = x != x ? whole{} + 0x7fc00000 : bits;
+    half result = __builtin_convertvector(bits >> 16, half);
+    std::memcpy(p, &result, sizeof result);
+}
+
+// the last vector of a row: `size` numbers, fewer than fit
+template <class T> inline Vector<Sum<T>> read_some(const T* p, int64_t size) {
+    T part[LANES<Sum<T>>] = {};
+    std::memcpy(part, p, size * sizeof(T));
+    return read(part);
+}
+template <class T> inline void write_some(T* p, Vector<Sum<T>> x, int64_t size) {
+    T part[LANES<Sum<T>>];
+    write(part, x);
+    std::memcpy(p, part, size * sizeof(T));
+}
+
+// f(column, vector) of each vector of a row; the last is filled up with zeros
+template <class T, class F> inline void for_row(const T* row, int64_t size, F f) {
+    constexpr int64_t lanes = LANES<Sum<T>>;
+    int64_t c = 0;
+    for (; c + lanes <= size; c += lanes) f(c, read(row + c));
+    if (c < size) f(c, read_some(row + c, size - c));
+}
+
+// writes f(column) to each vector of a row
+template <class T, class F> inline void write_row(T* row, int64_t size, F f) {
+    constexpr int64_t lanes = LANES<Sum<T>>;
+    int64_t c = 0;
+    for (; c + lanes <= size; c += lanes) write(row + c, f(c));
+    if (c < size) write_some(row + c, f(c), size - c);
+}
