@@ -44,13 +44,26 @@ template <class T> struct Bidirectional {
         return 4 * D + D * E;
     }
 
-    int64_t total_size() const { return D * E + 4 * D + 8; }
+    // backward, those of the first pass stay where they are
+    int64_t total_size(bool backward) const { return (D * E + D + 8) + (backward ? 2 * D + 8 : 0); }
 
-    int64_t slot_size(bool backward, int64_t sinks, int64_t sources) const {
-        int64_t vectors = 8 * D + total_size();
-        if (!backward) return (sinks + sources) * D + vectors;
-        return 2 * (sinks + sources) * D + 2 * padded(sinks, 16) + 2 * padded(sources, 16) + vectors + D * E +
-               E * D + D * E + E * D;
+    // lays out what a head needs while it is computed; returns the end
+    A* place(Head& h, A* slot, bool backward) const {
+        auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, 8)); };
+        h.q = take(h.sinks.size * D);
+        h.k = take(h.sources.size * D);
+        h.total = take(total_size(backward));
+        for (A** vector : {&h.incoming, &h.outgoing, &h.conserved_incoming, &h.conserved_outgoing}) *vector = take(D);
+        if (!backward) return slot;
+        for (A** vector : {&h.grad_conserved_key_sum, &h.grad_conserved_query_sum, &h.grad_query_sum, &h.grad_key_sum})
+            *vector = take(D);
+        h.memory_T = take(E * D);
+        h.grad_memory_T = take(E * D);
+        h.grad_q = take(h.sinks.size * D);
+        h.grad_k = take(h.sources.size * D);
+        for (A** numbers : {&h.taken, &h.grad_conserved_incoming}) *numbers = take(h.sinks.size);
+        for (A** numbers : {&h.grad_conserved_outgoing, &h.grad_outgoing}) *numbers = take(h.sources.size);
+        return slot;
     }
 
     int64_t block_size() const { return 2 * BLOCK * E + 8 * BLOCK; }
@@ -72,28 +85,8 @@ template <class T> struct Bidirectional {
         h.competition = h.inverse_outgoing + call.source_plane;
         h.sums = (A*)call.records + index * record_size(call);
         h.memory = h.sums + 4 * D;
-        auto take = [&](int64_t size) { return std::exchange(slot, slot + size); };
-        h.q = take(h.sinks.size * D);
-        h.k = take(h.sources.size * D);
-        h.total = take(total_size());
-        h.incoming = take(D);
-        h.outgoing = take(D);
-        h.conserved_incoming = take(D);
-        h.conserved_outgoing = take(D);
+        place(h, slot, backward);
         if (backward) {
-            h.grad_conserved_key_sum = take(D);
-            h.grad_conserved_query_sum = take(D);
-            h.grad_query_sum = take(D);
-            h.grad_key_sum = take(D);
-            h.memory_T = take(E * D);
-            h.grad_memory = take(D * E);
-            h.grad_memory_T = take(E * D);
-            h.grad_q = take(h.sinks.size * D);
-            h.grad_k = take(h.sources.size * D);
-            h.taken = take(padded(h.sinks.size, 16));
-            h.grad_conserved_incoming = take(padded(h.sinks.size, 16));
-            h.grad_conserved_outgoing = take(padded(h.sources.size, 16));
-            h.grad_outgoing = take(padded(h.sources.size, 16));
             std::fill_n(h.memory_T, E * D, A(0));
             std::fill_n(h.grad_memory_T, E * D, A(0));
             transpose(D, E, h.memory, E, h.memory_T, D);
@@ -306,19 +299,18 @@ template <class T> struct Bidirectional {
                     part[D] += total;
                     const A* columns[] = {h.grad_conserved_incoming + t, inverse, number};
                     const A* vectors[] = {h.conserved_incoming, h.grad_conserved_query_sum, h.incoming, h.grad_query_sum};
-                    for (int64_t i = 0; i < tokens; i++)
-                        write_row(call.grad_query.at<T>(h.sequence, h.head, h.sinks.start + t + i), call.dim,
-                                  [&](int64_t c) { return gradient(h.grad_q, q, t, i, c, columns, vectors); });
+                    gradient(tokens, h.grad_q + t * D, q, columns, vectors, [&](int64_t i, auto f) {
+                        write_row(call.grad_query.at<T>(h.sequence, h.head, h.sinks.start + t + i), call.dim, f);
+                    });
                 });
                 break;
             case GRAD_KEY:
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
-                    const A *k = h.k + t * D;
                     const A* columns[] = {h.grad_conserved_outgoing + t, h.inverse_outgoing + t, h.grad_outgoing + t};
                     const A* vectors[] = {h.conserved_outgoing, h.grad_conserved_key_sum, h.outgoing, h.grad_key_sum};
-                    for (int64_t i = 0; i < tokens; i++)
-                        write_source(call.grad_key, call.dim, h, h.sources.start + t + i,
-                                     [&](int64_t c) { return gradient(h.grad_k, k, t, i, c, columns, vectors); });
+                    gradient(tokens, h.grad_k + t * D, h.k + t * D, columns, vectors, [&](int64_t i, auto f) {
+                        write_source(call.grad_key, call.dim, h, h.sources.start + t + i, f);
+                    });
                 });
         }
     }
@@ -330,7 +322,8 @@ template <class T> struct Bidirectional {
         };
         switch (level) {
             case GRAD_MEMORY:
-                std::copy_n(h.total, D * E, h.grad_memory);
+                h.grad_memory = h.total;
+                h.total += D * E + D + 8;
                 transpose(D, E, h.grad_memory, E, h.grad_memory_T, D);
                 h.shared_loss = 0;
                 for (int64_t d = 0; d < D; d++) {
@@ -338,7 +331,7 @@ template <class T> struct Bidirectional {
                     row_dots(1, E, h.memory + d * E, h.grad_memory + d * E, &row);
                     h.shared_loss += row;
                 }
-                add_rest(h.total + D * E, h.total[D * E + D], h.grad_conserved_key_sum);
+                add_rest(h.grad_memory + D * E, h.grad_memory[D * E + D], h.grad_conserved_key_sum);
                 h.I = Flow<A>(call, h.sums, h.incoming);
                 h.O = Flow<A>(call, h.sums + D, h.outgoing);
                 h.conserved_I = Flow<A>(call, h.sums + 2 * D, h.conserved_incoming);
@@ -364,12 +357,20 @@ template <class T> struct Bidirectional {
             if (std::abs(flow[i]) > A(call.clamp)) grad[i] = 0;
     }
 
-    // one vector of dQ or dK of token t + i: what came by the products, and by the four sums
-    Vector<A> gradient(const A* grad, const A* x, int64_t t, int64_t i, int64_t c, const A* const* columns,
-                       const A* const* vectors) const {
-        Vector<A> total = load(grad + (t + i) * D + c) + load(vectors[3] + c);
-        for (int j = 0; j < 3; j++) total += columns[j][i] * load(vectors[j] + c);
-        return total * features.derivative(load(x + i * D + c));
+    // writes dQ or dK of some tokens: what came by the products, and by the four sums
+    template <class Write>
+    void gradient(int64_t tokens, const A* grad, const A* x, const A* const* columns, const A* const* vectors,
+                  Write write) const {
+        const A *c0 = columns[0], *c1 = columns[1], *c2 = columns[2];
+        const A *v0 = vectors[0], *v1 = vectors[1], *v2 = vectors[2], *v3 = vectors[3];
+        features.with_derivative([&](auto derivative) {
+            for (int64_t i = 0; i < tokens; i++)
+                write(i, [=](int64_t c) {
+                    Vector<A> total = load(grad + i * D + c) + load(v3 + c);
+                    total += c0[i] * load(v0 + c) + c1[i] * load(v1 + c) + c2[i] * load(v2 + c);
+                    return total * derivative(load(x + i * D + c));
+                });
+        });
     }
 
     // gradients of shared key heads are added up by the caller, as sums
@@ -388,17 +389,19 @@ template <class T> struct Bidirectional {
         }
         const int64_t heads = call.sequences * call.heads, segments = (std::max(sinks, sources) + SEGMENT - 1) / SEGMENT;
         const int levels = backward ? int(BACKWARD_LEVELS) : int(FORWARD_LEVELS), threads = int(call.threads);
-        const int64_t slot_size = padded(this->slot_size(backward, sinks, sources), 16);
-        const int64_t block_size = padded(this->block_size(), 16), part_size = padded(total_size(), 16);
+        Head longest{};
+        longest.sinks.size = sinks;
+        longest.sources.size = sources;
+        const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, 16);
+        const int64_t block_size = padded(this->block_size(), 16), part_size = padded(total_size(backward), 16);
         auto size = [&](int level) { return backward ? backward_size(level) : forward_size(level); };
         auto compute = [&](int level, Head& h, int64_t segment, A* part, A* block) {
             std::fill_n(part, size(level), A(0));
             backward ? this->backward(level, h, segment, part, block) : forward(level, h, segment, part, block);
         };
-        auto fold = [&](int level, Head& h, const A* part, bool first) {
+        auto fold = [&](int level, Head& h, const A* part) {
             const int64_t count = size(level);
-            if (first) std::copy_n(part, count, h.total);
-            else if (!backward && level == CONSERVED) h.total[0] = std::max(h.total[0], part[0]);
+            if (!backward && level == CONSERVED) h.total[0] = std::max(h.total[0], part[0]);
             else
                 for (int64_t i = 0; i < count; i++) h.total[i] += part[i];
         };
@@ -411,9 +414,10 @@ template <class T> struct Bidirectional {
                 A *slot = memory + worker * worker_size, *block = slot + slot_size, *part = block + block_size;
                 Head h = begin(index, slot, backward);
                 for (int level = 0; level < levels; level++) {
-                    for (int64_t segment = 0; segment < std::max(segments, int64_t(1)); segment++) {
+                    compute(level, h, 0, h.total, block);
+                    for (int64_t segment = 1; segment < segments; segment++) {
                         compute(level, h, segment, part, block);
-                        fold(level, h, part, segment == 0);
+                        fold(level, h, part);
                     }
                     finish(level, h);
                 }
@@ -425,12 +429,13 @@ template <class T> struct Bidirectional {
         for (int64_t i = 0; i < heads; i++) all[i] = begin(i, slots + i * slot_size, backward);
         for (int level = 0; level < levels; level++) {
             Pool::run(heads * segments, threads, [&](int64_t index, int worker) {
-                compute(level, all[index / segments], index % segments, parts + index * part_size,
-                        scratch + worker * block_size);
+                Head& h = all[index / segments];
+                const int64_t segment = index % segments;
+                compute(level, h, segment, segment ? parts + index * part_size : h.total, scratch + worker * block_size);
             });
             for (int64_t i = 0; i < heads; i++) {
-                for (int64_t segment = 0; segment < segments; segment++)
-                    fold(level, all[i], parts + (i * segments + segment) * part_size, segment == 0);
+                for (int64_t segment = 1; segment < segments; segment++)
+                    fold(level, all[i], parts + (i * segments + segment) * part_size);
                 finish(level, all[i]);
             }
         }

@@ -75,13 +75,14 @@ template <class T> class Features {
         }
     }
 
-    // the derivative, a function of φ
-    Vector<A> derivative(Vector<A> x) const {
+    // f(derivative), where derivative(φ) is that of φ(scale · x) in x
+    template <class F> void with_derivative(F f) const {
+        using X = Vector<A>;
         switch (map) {
-            case SIGMOID_MAP: return scale * (x * (1 - x));
-            case ELU_MAP: return scale * (x > 1 ? all(A(1)) : x);
-            case RELU_MAP: return x > 0 ? all(scale) : all(A(0));
-            default: return x > eps ? all(scale) : all(A(0));
+            case SIGMOID_MAP: return f([s = scale](X x) { return s * (x * (1 - x)); });
+            case ELU_MAP: return f([s = scale](X x) { return s * smaller(all(A(1)), x); });
+            case RELU_MAP: return f([s = scale](X x) { return x > 0 ? all(s) : X{}; });
+            default: return f([s = scale, e = eps](X x) { return x > e ? all(s) : X{}; });
         }
     }
 
@@ -101,10 +102,9 @@ template <class T> class Features {
                 x *= scale;
                 if (MAP == SIGMOID_MAP) x = sigmoid<A>(x);
                 if (MAP == ELU_MAP) {
-                    Vector<A> negative = x > 0 ? all(A(0)) : x;
-                    x = x > 0 ? x + 1 : exponential<A>(negative);
+                    x = x > 0 ? x + 1 : exponential<A>(smaller(Vector<A>{}, x));
                 }
-                if (MAP == RELU_MAP || MAP == RELU_EPS_MAP) x = x < 0 ? all(A(0)) : x;
+                if (MAP == RELU_MAP || MAP == RELU_EPS_MAP) x = larger(Vector<A>{}, x);
                 if (MAP == RELU_EPS_MAP) x += eps;
                 store(result + c, x);
             });
@@ -146,13 +146,9 @@ template <class A> struct Flow {
     }
 };
 
-// f(numbers of a vector) in place of each; the array may be written up to a whole vector
+// f(vector) in place of each vector of x
 template <class A, class F> void map_tokens(int64_t tokens, A* x, F f) {
-    for (int64_t t = 0; t < tokens; t += LANES<A>) {
-        A part[LANES<A>] = {};
-        int64_t size = tokens - t < LANES<A> ? tokens - t : LANES<A>;
-        std::memcpy(part, x + t, size * sizeof(A));
-        store(part, f(load(part)));
-        std::memcpy(x + t, part, size * sizeof(A));
-    }
+    int64_t t = 0;
+    for (; t + LANES<A> <= tokens; t += LANES<A>) store(x + t, f(load(x + t)));
+    if (t < tokens) write_some(x + t, f(read_some(x + t, tokens - t)), tokens - t);
 }

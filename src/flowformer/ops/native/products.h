@@ -81,6 +81,6 @@ static void add_weighted(int64_t rows, int64_t columns, const A* weight, const A
 }
 
 template <class A> static void transpose(int64_t rows, int64_t columns, const A* x, int64_t x_row, A* y, int64_t y_row) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j++) y[j * y_row + i] = x[i * x_row + j];
+    for (int64_t j = 0; j < columns; j++)
+        for (int64_t i = 0; i < rows; i++) y[j * y_row + i] = x[i * x_row + j];
 }

@@ -1,6 +1,8 @@
 // Vectors of 32 bytes, what is computed with them, and how numbers of each dtype are read and written.
 #pragma once
 
+#include <immintrin.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -11,7 +13,7 @@ template <> struct VectorOf<float> {
     typedef float type __attribute__((vector_size(32)));
     typedef int32_t bits __attribute__((vector_size(32)));
     static constexpr int mantissa = 23, bias = 127;
-    static constexpr float lowest = -87.0f, highest = 88.0f;  // between them exp is a normal number
+    static constexpr float lowest = -88.0f, highest = 89.0f;  // whose exp has the exponent of 0 and of infinity
     static constexpr float ln2_high = 0.693145751953125f, ln2_low = 1.428606820309417e-06f;
     static constexpr int terms = 7;  // of the series of exp
 };
@@ -19,7 +21,7 @@ template <> struct VectorOf<double> {
     typedef double type __attribute__((vector_size(32)));
     typedef int64_t bits __attribute__((vector_size(32)));
     static constexpr int mantissa = 52, bias = 1023;
-    static constexpr double lowest = -708.0, highest = 709.0;
+    static constexpr double lowest = -709.1, highest = 709.9;
     static constexpr double ln2_high = 0.693147180369123816490, ln2_low = 1.90821492927058770002e-10;
     static constexpr int terms = 13;
 };
@@ -39,6 +41,12 @@ template <class A> inline Vector<A> load(const A* p) {
 
 template <class A> inline void store(A* p, Vector<A> x) { std::memcpy(p, &x, sizeof x); }
 
+// the second where either is NaN
+inline Vector<float> larger(Vector<float> x, Vector<float> y) { return _mm256_max_ps(x, y); }
+inline Vector<double> larger(Vector<double> x, Vector<double> y) { return _mm256_max_pd(x, y); }
+inline Vector<float> smaller(Vector<float> x, Vector<float> y) { return _mm256_min_ps(x, y); }
+inline Vector<double> smaller(Vector<double> x, Vector<double> y) { return _mm256_min_pd(x, y); }
+
 template <class A> inline A sum(Vector<A> x) {
     A total[LANES<A>];
     std::memcpy(total, &x, sizeof x);
@@ -53,25 +61,29 @@ template <> inline float sum<float>(Vector<float> x) {
     return x[0];
 }
 
+// 1/i!, the coefficients of exp
+template <class A> struct Series {
+    A of[VectorOf<A>::terms + 1] = {1};
+    constexpr Series() {
+        double factorial = 1;
+        for (int i = 1; i <= VectorOf<A>::terms; i++) of[i] = A(1 / (factorial *= i));
+    }
+};
+
 // 2^n · (series of exp at the rest), which is at most ln 2 / 2; NaN stays NaN
 template <class A> inline Vector<A> exponential(Vector<A> x) {
     using Of = VectorOf<A>;
     constexpr A shift = A(3ll << (Of::mantissa - 1));  // its last bit is worth 1
-    Vector<A> y = x < Of::lowest ? all(Of::lowest) : x;
-    y = y > Of::highest ? all(Of::highest) : y;
+    const Vector<A> y = smaller(all(Of::highest), larger(all(Of::lowest), x));
     Vector<A> shifted = y * A(1.44269504088896340736) + shift, n = shifted - shift;
     Vector<A> rest = y - n * Of::ln2_high;
     rest -= n * Of::ln2_low;
-    A factorial[Of::terms + 1];
-    factorial[0] = 1;
-    for (int i = 1; i <= Of::terms; i++) factorial[i] = factorial[i - 1] * i;
-    Vector<A> series = all(1 / factorial[Of::terms]);
+    constexpr Series<A> coefficients;
+    Vector<A> series = all(coefficients.of[Of::terms]);
 #pragma GCC unroll 16
-    for (int i = Of::terms - 1; i >= 0; i--) series = series * rest + 1 / factorial[i];
+    for (int i = Of::terms - 1; i >= 0; i--) series = series * rest + coefficients.of[i];
     Bits<A> exponent = (Bits<A>)shifted - (Bits<A>)all(shift) + Of::bias;
-    Vector<A> result = series * (Vector<A>)(exponent << Of::mantissa);
-    result = x < Of::lowest ? all(A(0)) : result;
-    return x > Of::highest ? all(std::numeric_limits<A>::infinity()) : result;
+    return series * (Vector<A>)(exponent << Of::mantissa);
 }
 
 template <class A> inline Vector<A> sigmoid(Vector<A> x) { return 1 / (1 + exponential<A>(-x)); }
