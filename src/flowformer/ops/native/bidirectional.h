@@ -87,8 +87,6 @@ template <class T> struct Bidirectional {
         h.memory = h.sums + 4 * D;
         place(h, slot, backward);
         if (backward) {
-            std::fill_n(h.memory_T, E * D, A(0));
-            std::fill_n(h.grad_memory_T, E * D, A(0));
             transpose(D, E, h.memory, E, h.memory_T, D);
             h.conserved_O = Flow<A>(call, h.sums + 3 * D, h.conserved_outgoing);
         }

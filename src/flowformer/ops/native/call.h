@@ -28,12 +28,16 @@ struct Call {
     const bool *query_mask, *key_mask;            // (sequences, tokens), or null
     Rows sink_flows, source_flows;                // numbers of each token, a plane after another
     int64_t sink_plane, source_plane;
-    void* records;  // what is kept of each head
+    void* records;  // what is kept of each head, or of each of its segments but the first
+    const void *sums, *memory, *scalars;  // the state before the first token, null where there is none
+    void *end_sums, *end_memory, *end_scalars;
+    const void *grad_end_sums, *grad_end_memory, *grad_end_scalars;
+    void *grad_sums, *grad_memory, *grad_scalars;
     int64_t feature_map, competition, allocation, rescale;
     double scale, clamp, eps, flow_eps;
 };
 
-enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP, RELU_EPS_MAP };
+enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP };
 enum Competition { SOFTMAX_COMPETITION, SIGMOID_COMPETITION, NO_COMPETITION };
 enum Allocation { SIGMOID_ALLOCATION, NO_ALLOCATION };
 
@@ -62,7 +66,7 @@ template <class T> class Features {
 
   public:
     explicit Features(const Call& call)
-        : map(call.feature_map), dim(call.dim), width(padded(dim, LANES<A>)), scale(A(call.scale)), eps(A(call.eps)) {}
+        : map(call.feature_map), dim(call.dim), width(padded(dim, LANES<A>)), scale(A(call.scale)) {}
 
     // φ(scale · x) of some tokens; 0 where masked and beyond the last feature
     void operator()(const Rows& rows, int64_t sequence, int64_t head, int64_t first, int64_t tokens, const bool* mask,
@@ -70,8 +74,7 @@ template <class T> class Features {
         switch (map) {
             case SIGMOID_MAP: return each<SIGMOID_MAP>(rows, sequence, head, first, tokens, mask, result);
             case ELU_MAP: return each<ELU_MAP>(rows, sequence, head, first, tokens, mask, result);
-            case RELU_MAP: return each<RELU_MAP>(rows, sequence, head, first, tokens, mask, result);
-            default: return each<RELU_EPS_MAP>(rows, sequence, head, first, tokens, mask, result);
+            default: return each<RELU_MAP>(rows, sequence, head, first, tokens, mask, result);
         }
     }
 
@@ -81,14 +84,13 @@ template <class T> class Features {
         switch (map) {
             case SIGMOID_MAP: return f([s = scale](X x) { return s * (x * (1 - x)); });
             case ELU_MAP: return f([s = scale](X x) { return s * smaller(all(A(1)), x); });
-            case RELU_MAP: return f([s = scale](X x) { return x > 0 ? all(s) : X{}; });
-            default: return f([s = scale, e = eps](X x) { return x > e ? all(s) : X{}; });
+            default: return f([s = scale](X x) { return x > 0 ? all(s) : X{}; });
         }
     }
 
   private:
     int64_t map, dim, width;
-    A scale, eps;
+    A scale;
 
     template <int MAP>
     void each(const Rows& rows, int64_t sequence, int64_t head, int64_t first, int64_t tokens, const bool* mask,
@@ -104,8 +106,7 @@ template <class T> class Features {
                 if (MAP == ELU_MAP) {
                     x = x > 0 ? x + 1 : exponential<A>(smaller(Vector<A>{}, x));
                 }
-                if (MAP == RELU_MAP || MAP == RELU_EPS_MAP) x = larger(Vector<A>{}, x);
-                if (MAP == RELU_EPS_MAP) x += eps;
+                if (MAP == RELU_MAP) x = larger(Vector<A>{}, x);
                 store(result + c, x);
             });
             for (int64_t c = dim; c < width; c++) result[c] = 0;

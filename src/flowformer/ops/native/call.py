@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..common import Mask
-from ..variant import Competition, FeatureMap
+from ..variant import Competition
+from ..varlen import Bounds
 from .build import library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-FEATURE_MAPS, COMPETITIONS, ALLOCATIONS = get_args(FeatureMap), get_args(Competition), ("sigmoid", "none")
+# in the order of the enumerations of `call.h`
+FEATURE_MAPS, COMPETITIONS, ALLOCATIONS = ("sigmoid", "elu+1", "relu"), get_args(Competition), ("sigmoid", "none")
+STATE = ("sums", "memory", "scalars")
 VECTOR = 32  # bytes
 
 
@@ -37,10 +41,25 @@ class Call(ctypes.Structure):
         *((name, c_void_p) for name in ("query_mask", "key_mask")),
         *((name, Rows) for name in ("sink_flows", "source_flows")),
         *((name, c_int64) for name in ("sink_plane", "source_plane")),
-        ("records", c_void_p),
+        *((name, c_void_p) for name in ("records", "sums", "memory", "scalars")),
+        *((name, c_void_p) for name in ("end_sums", "end_memory", "end_scalars")),
+        *((name, c_void_p) for name in ("grad_end_sums", "grad_end_memory", "grad_end_scalars")),
+        *((name, c_void_p) for name in ("grad_sums", "grad_memory", "grad_scalars")),
         *((name, c_int64) for name in ("feature_map", "competition", "allocation", "rescale")),
         *((name, c_double) for name in ("scale", "clamp", "eps", "flow_eps")),
     ]
+
+    def set_state(self, names: str, state: Sequence[Tensor | None]) -> None:
+        """Names with a place for sums, memory and scalars; None where there is no state."""
+        for part, x in zip(STATE, state, strict=True):
+            setattr(self, names.format(part), None if x is None else x.data_ptr())
+
+    def set_flows(self, sink_flows: Tensor, source_flows: Tensor, records: Tensor) -> None:
+        """Flows are (2, B, H, N)."""
+        self.sink_flows = Rows(sink_flows.data_ptr(), *sink_flows.stride()[1:])
+        self.source_flows = Rows(source_flows.data_ptr(), *source_flows.stride()[1:])
+        self.sink_plane, self.source_plane = sink_flows.stride(0), source_flows.stride(0)
+        self.records = records.data_ptr()
 
     def run(self, function: str) -> None:
         if getattr(library(), function)(ctypes.byref(self)):
@@ -51,6 +70,8 @@ def new_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    masks: Sequence[Mask],
+    bounds: Sequence[Bounds],
     scale: float,
     feature_map: str,
     competition: str,
@@ -60,38 +81,37 @@ def new_call(
     flow_eps: float,
     rescale: bool,
 ) -> Call:
+    """A call without results.
+
+    Args:
+        masks, bounds: contiguous; those of the queries and those of the keys.
+    """
     batch, heads, sinks, dim = query.shape
     call = Call(
-        DTYPES.index(query.dtype),
-        torch.get_num_threads(),
-        batch,
-        heads,
-        heads // max(key.shape[1], 1),
-        sinks,
-        key.shape[2],
-        dim,
-        value.shape[3],
+        dtype=DTYPES.index(query.dtype),
+        threads=torch.get_num_threads(),
+        sequences=batch if bounds[0] is None else bounds[0].shape[0] - 1,
+        heads=heads,
+        shared=heads // max(key.shape[1], 1),
+        sinks=sinks,
+        sources=key.shape[2],
+        dim=dim,
+        value_dim=value.shape[3],
+        query=Rows.of(query),
+        key=Rows.of(key),
+        value=Rows.of(value),
+        feature_map=FEATURE_MAPS.index(feature_map),
+        competition=COMPETITIONS.index(competition),
+        allocation=ALLOCATIONS.index(allocation),
+        rescale=rescale,
+        scale=scale,
+        clamp=float("inf") if clamp is None else clamp,
+        eps=eps,
+        flow_eps=flow_eps,
     )
-    call.query, call.key, call.value = Rows.of(query), Rows.of(key), Rows.of(value)
-    call.feature_map = FEATURE_MAPS.index(feature_map)
-    call.competition, call.allocation = COMPETITIONS.index(competition), ALLOCATIONS.index(allocation)
-    call.scale, call.clamp = scale, float("inf") if clamp is None else clamp
-    call.eps, call.flow_eps, call.rescale = eps, flow_eps, rescale
-    return call
-
-
-def set_masks(call: Call, query_mask: Mask, key_mask: Mask) -> tuple[Any, ...]:
-    """Returns what must live until the call is over."""
-    masks = [None if mask is None else mask.contiguous() for mask in (query_mask, key_mask)]
     call.query_mask, call.key_mask = (None if mask is None else mask.data_ptr() for mask in masks)
-    return tuple(masks)
-
-
-def set_flows(call: Call, sink_flows: Tensor, source_flows: Tensor, records: Tensor) -> None:
-    """Flows are (2, B, H, N)."""
-    call.sink_flows = Rows(sink_flows.data_ptr(), *sink_flows.stride()[1:])
-    call.source_flows = Rows(source_flows.data_ptr(), *source_flows.stride()[1:])
-    call.sink_plane, call.source_plane, call.records = sink_flows[0].numel(), source_flows[0].numel(), records.data_ptr()
+    call.sink_bounds, call.source_bounds = (None if ends is None else ends.data_ptr() for ends in bounds)
+    return call
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

@@ -80,7 +80,31 @@ static void add_weighted(int64_t rows, int64_t columns, const A* weight, const A
     product<A, false, true>(1, columns, rows, weight, 0, x, columns, total, 0);
 }
 
+// a square of one vector in each direction
+inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_row) {
+    __m256 r[8], s[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(x + i * x_row);
+    for (int i = 0; i < 8; i += 2) {
+        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm256_shuffle_ps(s[i + j], s[i + j + 2], 0x44);
+            r[i + 2 * j + 1] = _mm256_shuffle_ps(s[i + j], s[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(y + i * y_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps(y + (i + 4) * y_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+}
+inline void transpose_square(const double* x, int64_t x_row, double* y, int64_t y_row) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) y[i * y_row + j] = x[j * x_row + i];
+}
+
+// y (columns × rows) = xᵀ, both in whole vectors
 template <class A> static void transpose(int64_t rows, int64_t columns, const A* x, int64_t x_row, A* y, int64_t y_row) {
-    for (int64_t j = 0; j < columns; j++)
-        for (int64_t i = 0; i < rows; i++) y[j * y_row + i] = x[i * x_row + j];
+    for (int64_t i = 0; i < rows; i += LANES<A>)
+        for (int64_t j = 0; j < columns; j += LANES<A>) transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
 }
