@@ -386,7 +386,7 @@ template <class T> struct Bidirectional {
             sources = std::max(sources, span(call.source_bounds, s, call.sources).size);
         }
         const int64_t heads = call.sequences * call.heads, segments = (std::max(sinks, sources) + SEGMENT - 1) / SEGMENT;
-        const int levels = backward ? int(BACKWARD_LEVELS) : int(FORWARD_LEVELS), threads = int(call.threads);
+        const int levels = backward ? int(BACKWARD_LEVELS) : int(FORWARD_LEVELS), threads = workers(call);
         Head longest{};
         longest.sinks.size = sinks;
         longest.sources.size = sources;

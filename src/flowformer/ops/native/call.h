@@ -1,6 +1,7 @@
 // The arguments of a call, as `call.py` lays them out, and what both directions need of them.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -59,6 +60,13 @@ struct Span {
 };
 inline Span span(const int64_t* bounds, int64_t sequence, int64_t size) {
     return bounds ? Span{bounds[sequence], bounds[sequence + 1] - bounds[sequence]} : Span{0, size};
+}
+
+// how many threads are worth waking: each has at least as much to do as waking it takes
+inline int workers(const Call& call) {
+    const int64_t rows = call.sink_bounds ? 1 : call.sequences;
+    const double steps = double(rows * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
+    return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps / (1 << 20))));
 }
 
 template <class T> class Features {

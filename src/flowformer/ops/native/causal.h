@@ -61,12 +61,12 @@ template <class T> struct Causal {
 
     void read_state(Head& h, const void* sums, const void* memory, const void* scalars) const {
         std::fill_n(h.sums, 4 * D, A(0));
-        std::fill_n(h.memory, D * E, A(0));
+        if (memory || !sums) std::fill_n(h.memory, D * E, A(0));
         h.count = 0;
         h.reference = -std::numeric_limits<A>::infinity();
         if (sums) {
             for (int64_t i = 0; i < 4; i++) std::copy_n((const A*)sums + (h.index * 4 + i) * call.dim, call.dim, h.sums + i * D);
-            for (int64_t d = 0; d < call.dim; d++)
+            for (int64_t d = 0; memory && d < call.dim; d++)
                 std::copy_n((const A*)memory + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
             h.count = ((const A*)scalars)[h.index * 3];
             if (h.count > 0) h.reference = ((const A*)scalars)[h.index * 3 + 1];
@@ -76,7 +76,7 @@ template <class T> struct Causal {
 
     void write_state(const Head& h, void* sums, void* memory) const {
         for (int64_t i = 0; i < 4; i++) std::copy_n(h.sums + i * D, call.dim, (A*)sums + (h.index * 4 + i) * call.dim);
-        for (int64_t d = 0; d < call.dim; d++)
+        for (int64_t d = 0; memory && d < call.dim; d++)
             std::copy_n(h.memory + d * E, call.value_dim, (A*)memory + (h.index * call.dim + d) * call.value_dim);
     }
 
@@ -181,9 +181,10 @@ template <class T> struct Causal {
 
     // x yᵀ where the column is not after the row, else 0; `y_T` gets yᵀ
     static void lower_product(int64_t tokens, int64_t width, int64_t length, const A* x, A* y, A* y_T, A* result) {
-        std::fill_n(y + tokens * width, (CHUNK - tokens) * width, A(0));
-        transpose(CHUNK, width, y, width, y_T, CHUNK);
-        product<A, false, false>(tokens, padded(tokens, LANES<A>), length, x, width, y_T, CHUNK, result, CHUNK);
+        const int64_t columns = padded(tokens, LANES<A>);
+        std::fill_n(y + tokens * width, (columns - tokens) * width, A(0));
+        transpose(columns, width, y, width, y_T, CHUNK);
+        product<A, false, false>(tokens, columns, length, x, width, y_T, CHUNK, result, CHUNK);
         for (int64_t i = 0; i < tokens; i++) std::fill(result + i * CHUNK + i + 1, result + (i + 1) * CHUNK, A(0));
     }
 
@@ -220,6 +221,26 @@ template <class T> struct Causal {
                        factor, result);
     }
 
+    // one token: S is read once, from the state, and written once, to that after the token
+    void decode(Head& h, A* q, A* k, A* inside, A* numbers, A* value, A* row) const {
+        load_features(h, 0, 1, q, k);
+        flows(h, 0, 1, q, k, inside, numbers);
+        load_values(call.value, h.key_head, h, 0, 1, numbers + COMPETITION * CHUNK, value);
+        std::fill_n(row, E, A(0));
+        const A* before = (const A*)call.memory + h.index * call.dim * call.value_dim;
+        A *after = (A*)call.end_memory + h.index * call.dim * call.value_dim, factor;
+        for (int64_t d = 0; d < call.dim; d++)
+            for_row(before + d * call.value_dim, call.value_dim, [&](int64_t c, Vector<A> x) {
+                x += k[d] * load(value + c);
+                store(row + c, load(row + c) + q[d] * x);
+                if (c + LANES<A> <= call.value_dim) store(after + d * call.value_dim + c, x);
+                else write_some(after + d * call.value_dim + c, x, call.value_dim - c);
+            });
+        received(1, numbers, &factor);
+        write_row(call.result.at<T>(h.sequence, h.head, h.tokens.start), call.value_dim,
+                  [&](int64_t c) { return load(row + c) * factor; });
+    }
+
     void forward_head(int64_t index, A* space) const {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
         A *sums = take(4 * D), *memory = take(D * E);
@@ -227,8 +248,10 @@ template <class T> struct Causal {
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
         A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *inside = take(4 * D);
         A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
-        read_state(h, call.sums, call.memory, call.scalars);
-        for (int64_t segment = 0; segment < segments(h); segment++) {
+        const bool one = call.sums && h.tokens.size == 1;
+        read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
+        if (one) decode(h, q, k, inside, numbers, values, rows);
+        for (int64_t segment = 0; !one && segment < segments(h); segment++) {
             if (segment) keep(h, call.records ? record(h, segment) : nullptr);
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
@@ -245,7 +268,7 @@ template <class T> struct Causal {
             });
         }
         if (!call.end_sums) return;
-        write_state(h, call.end_sums, call.end_memory);
+        write_state(h, call.end_sums, one ? nullptr : call.end_memory);
         A* scalars = (A*)call.end_scalars + index * 3;
         scalars[0] = h.count;
         scalars[1] = call.competition == SOFTMAX_COMPETITION ? logarithm(h)
@@ -425,8 +448,9 @@ template <class T> struct Causal {
 
     void run(bool backward) const {
         const int64_t heads = call.sequences * call.heads, space = padded(backward ? backward_space() : forward_space(), 16);
-        Buffer<A> memory(call.threads * space);
-        Pool::run(heads, int(call.threads), [&](int64_t index, int worker) {
+        const int threads = workers(call);
+        Buffer<A> memory(threads * space);
+        Pool::run(heads, threads, [&](int64_t index, int worker) {
             backward ? backward_head(index, memory + worker * space) : forward_head(index, memory + worker * space);
         });
     }
