@@ -23,7 +23,7 @@ template <class T> struct Bidirectional {
 
     // one query head of one sequence
     struct Head {
-        int64_t sequence, head, key_head;
+        int64_t sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
         Span sinks, sources;
         const bool *query_mask, *key_mask;
         A n, m;
@@ -71,6 +71,7 @@ template <class T> struct Bidirectional {
     Head begin(int64_t index, A* slot, bool backward) const {
         Head h{};
         h.sequence = index / call.heads;
+        h.row = call.sink_bounds ? 0 : h.sequence;
         h.head = index % call.heads;
         h.key_head = h.head / call.shared;
         h.sinks = span(call.sink_bounds, h.sequence, call.sinks);
@@ -79,9 +80,9 @@ template <class T> struct Bidirectional {
         h.key_mask = call.key_mask ? call.key_mask + h.sequence * call.sources : nullptr;
         h.n = count(h.query_mask, h.sinks.size);
         h.m = count(h.key_mask, h.sources.size);
-        h.inverse_incoming = call.sink_flows.at<A>(h.sequence, h.head, h.sinks.start);
+        h.inverse_incoming = call.sink_flows.at<A>(h.row, h.head, h.sinks.start);
         h.allocation = h.inverse_incoming + call.sink_plane;
-        h.inverse_outgoing = call.source_flows.at<A>(h.sequence, h.head, h.sources.start);
+        h.inverse_outgoing = call.source_flows.at<A>(h.row, h.head, h.sources.start);
         h.competition = h.inverse_outgoing + call.source_plane;
         h.sums = (A*)call.records + index * record_size(call);
         h.memory = h.sums + 4 * D;
@@ -118,12 +119,12 @@ template <class T> struct Bidirectional {
             case SUMS:
                 std::fill_n(ones, BLOCK, A(1));
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
-                    features(call.key, h.sequence, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t),
+                    features(call.key, h.row, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t),
                              h.k + t * D);
                     add_weighted(tokens, D, ones, h.k + t * D, part);
                 });
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
-                    features(call.query, h.sequence, h.head, h.sinks.start + t, tokens, at(h.query_mask, t),
+                    features(call.query, h.row, h.head, h.sinks.start + t, tokens, at(h.query_mask, t),
                              h.q + t * D);
                     add_weighted(tokens, D, ones, h.q + t * D, part + D);
                 });
@@ -157,7 +158,7 @@ template <class T> struct Bidirectional {
                         for (int64_t i = 0; i < tokens; i++) total += c[i];
                         part[D * E] += total;
                     }
-                    scaled_rows<T>(call.value, call.value_dim, h.sequence, h.key_head, h.sources.start + t, tokens,
+                    scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start + t, tokens,
                                    at(h.key_mask, t), c, rows);
                     product<A, true, true>(call.dim, E, tokens, h.k + t * D, D, rows, E, part, E);
                 });
@@ -167,7 +168,7 @@ template <class T> struct Bidirectional {
                     product<A, false, false>(tokens, E, call.dim, h.q + t * D, D, h.memory, E, rows, E);
                     for (int64_t i = 0; i < tokens; i++) {
                         const A received = h.allocation[t + i] * h.inverse_incoming[t + i];
-                        write_row(call.result.at<T>(h.sequence, h.head, h.sinks.start + t + i), call.value_dim,
+                        write_row(call.result.at<T>(h.row, h.head, h.sinks.start + t + i), call.value_dim,
                                   [&](int64_t c) { return load(rows + i * E + c) * received; });
                     }
                 });
@@ -245,9 +246,9 @@ template <class T> struct Bidirectional {
             case GRAD_MEMORY:  // dS, Σ dÎ q, Σ dÎ
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     A *q = h.q + t * D, *grad_q = h.grad_q + t * D, *taken = h.taken + t;
-                    features(call.query, h.sequence, h.head, h.sinks.start + t, tokens, at(h.query_mask, t), q);
+                    features(call.query, h.row, h.head, h.sinks.start + t, tokens, at(h.query_mask, t), q);
                     for (int64_t i = 0; i < tokens; i++) number[i] = h.allocation[t + i] * h.inverse_incoming[t + i];
-                    scaled_rows<T>(call.grad, call.value_dim, h.sequence, h.head, h.sinks.start + t, tokens,
+                    scaled_rows<T>(call.grad, call.value_dim, h.row, h.head, h.sinks.start + t, tokens,
                                    at(h.query_mask, t), number, rows);
                     product<A, true, true>(call.dim, E, tokens, q, D, rows, E, part, E);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.memory_T, D, grad_q, D);
@@ -262,8 +263,8 @@ template <class T> struct Bidirectional {
             case GRAD_COMPETITION:  // Σ dÔ k, Σ dO k, Σ dÔ, Σ dO
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     A *k = h.k + t * D, *c = h.competition + t;
-                    features(call.key, h.sequence, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t), k);
-                    scaled_rows<T>(call.value, call.value_dim, h.sequence, h.key_head, h.sources.start + t, tokens,
+                    features(call.key, h.row, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t), k);
+                    scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start + t, tokens,
                                    at(h.key_mask, t), c, rows);
                     product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
                     row_dots(tokens, E, rows, more, number);  // c dc
@@ -298,7 +299,7 @@ template <class T> struct Bidirectional {
                     const A* columns[] = {h.grad_conserved_incoming + t, inverse, number};
                     const A* vectors[] = {h.conserved_incoming, h.grad_conserved_query_sum, h.incoming, h.grad_query_sum};
                     gradient(tokens, h.grad_q + t * D, q, columns, vectors, [&](int64_t i, auto f) {
-                        write_row(call.grad_query.at<T>(h.sequence, h.head, h.sinks.start + t + i), call.dim, f);
+                        write_row(call.grad_query.at<T>(h.row, h.head, h.sinks.start + t + i), call.dim, f);
                     });
                 });
                 break;
@@ -373,8 +374,8 @@ template <class T> struct Bidirectional {
 
     // gradients of shared key heads are added up by the caller, as sums
     template <class F> void write_source(const Rows& rows, int64_t size, const Head& h, int64_t token, F f) const {
-        if (call.shared > 1) write_row(rows.at<A>(h.sequence, h.head, token), size, f);
-        else write_row(rows.at<T>(h.sequence, h.head, token), size, f);
+        if (call.shared > 1) write_row(rows.at<A>(h.row, h.head, token), size, f);
+        else write_row(rows.at<T>(h.row, h.head, token), size, f);
     }
 
     static const bool* at(const bool* mask, int64_t t) { return mask ? mask + t : nullptr; }

@@ -28,7 +28,7 @@ template <class T> struct Causal {
     enum { POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED, NUMBERS };
 
     struct Head {
-        int64_t index, sequence, head, key_head;
+        int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
         Span tokens;
         const bool* mask;
         // the state: Σk, Σq, Σk/O, Σq/I; S; how many tokens; log Σ exp(Ô), as exp(reference) · total
@@ -50,6 +50,7 @@ template <class T> struct Causal {
         Head h{};
         h.index = index;
         h.sequence = index / call.heads;
+        h.row = call.sink_bounds ? 0 : h.sequence;
         h.head = index % call.heads;
         h.key_head = h.head / call.shared;
         h.tokens = span(call.sink_bounds, h.sequence, call.sinks);
@@ -211,13 +212,13 @@ template <class T> struct Causal {
 
     void load_features(const Head& h, int64_t t, int64_t tokens, A* q, A* k) const {
         const bool* mask = h.mask ? h.mask + t : nullptr;
-        features(call.query, h.sequence, h.head, h.tokens.start + t, tokens, mask, q);
-        features(call.key, h.sequence, h.key_head, h.tokens.start + t, tokens, mask, k);
+        features(call.query, h.row, h.head, h.tokens.start + t, tokens, mask, q);
+        features(call.key, h.row, h.key_head, h.tokens.start + t, tokens, mask, k);
     }
 
     void load_values(const Rows& rows, int64_t head, const Head& h, int64_t t, int64_t tokens, const A* factor,
                      A* result) const {
-        scaled_rows<T>(rows, call.value_dim, h.sequence, head, h.tokens.start + t, tokens, h.mask ? h.mask + t : nullptr,
+        scaled_rows<T>(rows, call.value_dim, h.row, head, h.tokens.start + t, tokens, h.mask ? h.mask + t : nullptr,
                        factor, result);
     }
 
@@ -237,7 +238,7 @@ template <class T> struct Causal {
                 else write_some(after + d * call.value_dim + c, x, call.value_dim - c);
             });
         received(1, numbers, &factor);
-        write_row(call.result.at<T>(h.sequence, h.head, h.tokens.start), call.value_dim,
+        write_row(call.result.at<T>(h.row, h.head, h.tokens.start), call.value_dim,
                   [&](int64_t c) { return load(row + c) * factor; });
     }
 
@@ -263,7 +264,7 @@ template <class T> struct Causal {
                 product<A, true, true>(call.dim, E, tokens, k, D, values, E, memory, E);
                 received(tokens, numbers, factor);
                 for (int64_t i = 0; i < tokens; i++)
-                    write_row(call.result.at<T>(h.sequence, h.head, h.tokens.start + t + i), call.value_dim,
+                    write_row(call.result.at<T>(h.row, h.head, h.tokens.start + t + i), call.value_dim,
                               [&](int64_t c) { return load(rows + i * E + c) * factor[i]; });
             });
         }
@@ -404,7 +405,7 @@ template <class T> struct Causal {
                 const A flow_out = -through_out * out[i] * out[i] / position[i];
                 add_raised(grad.key_sum, flow_in, x);
                 add_raised(grad.query_sum, flow_out, y);
-                write_row(call.grad_query.at<T>(h.sequence, h.head, h.tokens.start + t + i), call.dim, [&](int64_t c) {
+                write_row(call.grad_query.at<T>(h.row, h.head, h.tokens.start + t + i), call.dim, [&](int64_t c) {
                     Vector<A> sum = load(grad_q + i * D + c) + load(grad.query_sum + c);
                     sum += flow_in * load(total + c) + conserved_in[i] * load(total + 2 * D + c);
                     return (sum + in[i] * load(grad.conserved_query_sum + c)) * derivative(load(x + c));
@@ -442,8 +443,8 @@ template <class T> struct Causal {
 
     // gradients of shared key heads are added up by the caller, as sums
     template <class F> void write_source(const Rows& rows, int64_t size, const Head& h, int64_t token, F f) const {
-        if (call.shared > 1) write_row(rows.at<A>(h.sequence, h.head, token), size, f);
-        else write_row(rows.at<T>(h.sequence, h.head, token), size, f);
+        if (call.shared > 1) write_row(rows.at<A>(h.row, h.head, token), size, f);
+        else write_row(rows.at<T>(h.row, h.head, token), size, f);
     }
 
     void run(bool backward) const {
