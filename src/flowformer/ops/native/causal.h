@@ -32,10 +32,11 @@ template <class T> struct Causal {
         Span tokens;
         const bool* mask;
         // the state: Σk, Σq, Σk/O, Σq/I; S; how many tokens; log Σ exp(Ô), as exp(reference) · total
-        A *sums, *memory, count, reference, total;
+        A *sums, *memory, count, reference;
+        Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
     };
 
-    int64_t record_size() const { return 4 * D + D * E + 2; }
+    int64_t record_size() const { return 4 * D + D * E + 4; }
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
 
@@ -82,26 +83,23 @@ template <class T> struct Causal {
     }
 
     A logarithm(const Head& h) const {
-        return h.total > 0 ? h.reference + std::log(h.total) : -std::numeric_limits<A>::infinity();
+        return h.total > 0 ? A(h.reference + std::log(h.total)) : -std::numeric_limits<A>::infinity();
     }
 
-    // the state is rounded in the same way whether it is kept or not
-    void keep(Head& h, A* kept) const {
-        h.reference = logarithm(h);
-        h.total = h.total > 0 ? 1 : 0;
-        if (!kept) return;
+    void keep(const Head& h, A* kept) const {
         std::copy_n(h.sums, 4 * D, kept);
         std::copy_n(h.memory, D * E, kept + 4 * D);
-        kept[4 * D + D * E] = h.count;
-        kept[4 * D + D * E + 1] = h.reference;
+        const A scalars[] = {h.count, h.reference, A(h.total), A(h.total - A(h.total))};
+        std::copy_n(scalars, 4, kept + 4 * D + D * E);
     }
 
     void recall(Head& h, const A* kept) const {
         std::copy_n(kept, 4 * D, h.sums);
         std::copy_n(kept + 4 * D, D * E, h.memory);
-        h.count = kept[4 * D + D * E];
-        h.reference = kept[4 * D + D * E + 1];
-        h.total = std::isinf(h.reference) ? 0 : 1;
+        const A* scalars = kept + 4 * D + D * E;
+        h.count = scalars[0];
+        h.reference = scalars[1];
+        h.total = Wide<A>(scalars[2]) + scalars[3];
     }
 
     // (x + ε) · (before + inside + ε)
@@ -156,7 +154,8 @@ template <class T> struct Causal {
                     number[DECAY][i] = 1;
                     continue;
                 }
-                A share = 1, before = h.total;
+                A share = 1;
+                Wide<A> before = h.total;
                 if (competition[i] > h.reference) {
                     before *= std::exp(h.reference - competition[i]);
                     h.reference = competition[i];
@@ -164,8 +163,8 @@ template <class T> struct Causal {
                     share = std::exp(competition[i] - h.reference);
                 }
                 h.total = before + share;
-                number[SHARE][i] = share / h.total;
-                number[DECAY][i] = before / h.total;
+                number[SHARE][i] = A(share / h.total);
+                number[DECAY][i] = A(before / h.total);
                 competition[i] = position[i] * number[SHARE][i];
             }
         if (mask)
@@ -253,7 +252,7 @@ template <class T> struct Causal {
         read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
         if (one) decode(h, q, k, inside, numbers, values, rows);
         for (int64_t segment = 0; !one && segment < segments(h); segment++) {
-            if (segment) keep(h, call.records ? record(h, segment) : nullptr);
+            if (segment) keep(h, record(h, segment));
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
                 flows(h, t, tokens, q, k, inside, numbers);

@@ -96,6 +96,10 @@ template <class T> struct SumOf { typedef T type; };
 template <> struct SumOf<bfloat16> { typedef float type; };
 template <class T> using Sum = typename SumOf<T>::type;  // the dtype of sums of T
 
+template <class A> struct WideOf { typedef double type; };
+template <> struct WideOf<double> { typedef long double type; };
+template <class A> using Wide = typename WideOf<A>::type;  // of more digits
+
 inline Vector<float> read(const float* p) { return load(p); }
 inline Vector<double> read(const double* p) { return load(p); }
 inline Vector<float> read(const bfloat16* p) {
