@@ -84,7 +84,7 @@ class TestOperators:
         torch.library.opcheck(
             getattr(torch.ops.flowformer, name),
             operator_arguments(name, FlowVariant()),
-            # not test_aot_dispatch_dynamic, which compares outputs: the room for states of later segments is not written
+            # not test_aot_dispatch_dynamic, which compares outputs: room for states of later segments is not written
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 

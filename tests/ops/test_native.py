@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ class TestCorners:
     def test_whole_rows_masked_hold_nan(self, is_causal):
         mask = torch.tensor([[False] * 9, [True] * 9])
         inputs = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in random_inputs(dtype=torch.float32)]
-        for x in with_gradients(lambda *x: native(*x, query_mask=mask, key_mask=mask, is_causal=is_causal), inputs):
+        options = {"query_mask": mask, "key_mask": mask, "is_causal": is_causal}
+        for x in with_gradients(lambda *args: native(*args, **options), inputs):
             assert (x[0] == 0).all()
             assert x[1].isfinite().all()
             assert (x[1] != 0).any()
@@ -115,10 +117,16 @@ class TestCorners:
     def test_saturated_features_stay_finite(self, size, feature_map, is_causal):
         query, key, value = random_inputs(sinks=60, dtype=torch.float32)
         variant = FlowVariant(feature_map=feature_map)
-        for x in with_gradients(
-            lambda *x: native(*x, is_causal=is_causal, variant=variant), (size * query, -size * key, value)
-        ):
+        inputs = size * query, -size * key, value
+        for x in with_gradients(lambda *args: native(*args, is_causal=is_causal, variant=variant), inputs):
             assert x.isfinite().all()
+
+
+@pytest.mark.parametrize(("sinks", "sources"), [(5, 0), (0, 5)])
+def test_nobody_to_attend_to(sinks, sources):
+    query, key, value = random_inputs(sinks=5, dtype=torch.float32)
+    for x in with_gradients(native, (query[:, :, :sinks], key[:, :, :sources], value[:, :, :sources])):
+        assert (x == 0).all()
 
 
 class TestThreads:
@@ -132,6 +140,14 @@ class TestThreads:
             runs.append(with_gradients(lambda *x: native(*x, is_causal=is_causal), inputs))
         for run in runs[1:]:
             assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+
+    def test_callers_side_by_side(self):
+        torch.set_num_threads(2)
+        inputs = random_inputs(2, 8, 200, dim=32, dtype=torch.float32)
+        truth = native(*inputs)
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: native(*inputs), range(40)))
+        assert all(torch.equal(result, truth) for result in results)
 
     def test_a_forked_child_has_its_own(self):
         """The parent's threads are not there in a child: it must not wait for them."""

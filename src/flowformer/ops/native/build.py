@@ -110,7 +110,7 @@ def _folder() -> Path:
 
 def _digest() -> str:
     digest = hashlib.sha256(repr((FLAGS, os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
-    for source in sorted(SOURCES.glob("*.h")) + [SOURCES / "library.cpp"]:
+    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "library.cpp"]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -287,8 +287,7 @@ def _empty_causal(
     batch, heads, length, dim = query.shape
     dtype, sequences = sum_dtype(query), _sequences(query, cu_seqlens)
     width, value_width = padded(dim, dtype), padded(value.shape[-1], dtype)
-    # the state before each segment but the first of a sequence; two more, since sizes of 0 and 1 are compiled as special
-    # cases
+    # the state before each segment but the first of a sequence; two more, since Dynamo specialises on sizes of 0 and 1
     segments = batch * (length // SEGMENT) if cu_seqlens is None else length // SEGMENT + sequences
     records = query.new_empty(segments + 2, heads, (4 + value_width) * width + 4, dtype=dtype)
     return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), records

@@ -47,18 +47,15 @@ inline Vector<double> larger(Vector<double> x, Vector<double> y) { return _mm256
 inline Vector<float> smaller(Vector<float> x, Vector<float> y) { return _mm256_min_ps(x, y); }
 inline Vector<double> smaller(Vector<double> x, Vector<double> y) { return _mm256_min_pd(x, y); }
 
-template <class A> inline A sum(Vector<A> x) {
-    A total[LANES<A>];
-    std::memcpy(total, &x, sizeof x);
-    for (int width = LANES<A> / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) total[i] += total[i + width];
-    return total[0];
+template <class A> inline A sum(Vector<A> x);
+template <> inline double sum<double>(Vector<double> x) {
+    const __m128d half = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);
+    return half[0] + half[1];
 }
 template <> inline float sum<float>(Vector<float> x) {
-    x += __builtin_shuffle(x, Bits<float>{4, 5, 6, 7, 0, 1, 2, 3});
-    x += __builtin_shuffle(x, Bits<float>{2, 3, 0, 1, 6, 7, 4, 5});
-    x += __builtin_shuffle(x, Bits<float>{1, 0, 3, 2, 5, 4, 7, 6});
-    return x[0];
+    __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+    half += _mm_movehl_ps(half, half);
+    return half[0] + half[1];
 }
 
 // 1/i!, the coefficients of exp
