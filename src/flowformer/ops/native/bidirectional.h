@@ -1,4 +1,5 @@
-// Bidirectional Flow-Attention: passes over the tokens of a head, forward and backward. docs/kernels.md has the equations.
+// Bidirectional Flow-Attention: passes over the tokens of a head, forward and backward. The equations are in
+// docs/kernels.md.
 //
 // A pass computes, for each segment of tokens, a partial sum that the next pass needs in whole. A task is a head; where
 // there are fewer heads than threads, it is a segment of a head, and threads meet after each pass.
@@ -12,7 +13,6 @@
 
 template <class T> struct Bidirectional {
     using A = Sum<T>;
-    static constexpr int64_t LEVELS_MAX = 5;
 
     const Call& call;
     const Features<T> features;
@@ -297,7 +297,8 @@ template <class T> struct Bidirectional {
                     add_weighted(tokens, D, number, q, part);
                     part[D] += total;
                     const A* columns[] = {h.grad_conserved_incoming + t, inverse, number};
-                    const A* vectors[] = {h.conserved_incoming, h.grad_conserved_query_sum, h.incoming, h.grad_query_sum};
+                    const A* vectors[] = {h.conserved_incoming, h.grad_conserved_query_sum, h.incoming,
+                                          h.grad_query_sum};
                     gradient(tokens, h.grad_q + t * D, q, columns, vectors, [&](int64_t i, auto f) {
                         write_row(call.grad_query.at<T>(h.row, h.head, h.sinks.start + t + i), call.dim, f);
                     });
@@ -386,7 +387,9 @@ template <class T> struct Bidirectional {
             sinks = std::max(sinks, span(call.sink_bounds, s, call.sinks).size);
             sources = std::max(sources, span(call.source_bounds, s, call.sources).size);
         }
-        const int64_t heads = call.sequences * call.heads, segments = (std::max(sinks, sources) + SEGMENT - 1) / SEGMENT;
+        const int64_t heads = call.sequences * call.heads;
+        auto count_segments = [](int64_t n, int64_t m) { return (std::max(n, m) + SEGMENT - 1) / SEGMENT; };
+        const int64_t segments = count_segments(sinks, sources);
         const int levels = backward ? int(BACKWARD_LEVELS) : int(FORWARD_LEVELS), threads = workers(call);
         Head longest{};
         longest.sinks.size = sinks;
@@ -412,9 +415,10 @@ template <class T> struct Bidirectional {
             Pool::run(heads, threads, [&](int64_t index, int worker) {
                 A *slot = memory + worker * worker_size, *block = slot + slot_size, *part = block + block_size;
                 Head h = begin(index, slot, backward);
+                const int64_t own = count_segments(h.sinks.size, h.sources.size);
                 for (int level = 0; level < levels; level++) {
                     compute(level, h, 0, h.total, block);
-                    for (int64_t segment = 1; segment < segments; segment++) {
+                    for (int64_t segment = 1; segment < own; segment++) {
                         compute(level, h, segment, part, block);
                         fold(level, h, part);
                     }
@@ -430,7 +434,8 @@ template <class T> struct Bidirectional {
             Pool::run(heads * segments, threads, [&](int64_t index, int worker) {
                 Head& h = all[index / segments];
                 const int64_t segment = index % segments;
-                compute(level, h, segment, segment ? parts + index * part_size : h.total, scratch + worker * block_size);
+                A* part = segment ? parts + index * part_size : h.total;
+                compute(level, h, segment, part, scratch + worker * block_size);
             });
             for (int64_t i = 0; i < heads; i++) {
                 for (int64_t segment = 1; segment < segments; segment++)

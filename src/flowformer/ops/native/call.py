@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
-from typing import ClassVar, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..common import Mask
 from ..variant import Competition
-from ..varlen import Bounds
 from .build import library
+
+if TYPE_CHECKING:
+    from ..varlen import Bounds
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # in the order of the enumerations of `call.h`

@@ -67,9 +67,10 @@ template <class T> struct Causal {
         h.count = 0;
         h.reference = -std::numeric_limits<A>::infinity();
         if (sums) {
-            for (int64_t i = 0; i < 4; i++) std::copy_n((const A*)sums + (h.index * 4 + i) * call.dim, call.dim, h.sums + i * D);
+            const A *from = (const A*)sums + h.index * 4 * call.dim, *rows = (const A*)memory;
+            for (int64_t i = 0; i < 4; i++) std::copy_n(from + i * call.dim, call.dim, h.sums + i * D);
             for (int64_t d = 0; memory && d < call.dim; d++)
-                std::copy_n((const A*)memory + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
+                std::copy_n(rows + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
             h.count = ((const A*)scalars)[h.index * 3];
             if (h.count > 0) h.reference = ((const A*)scalars)[h.index * 3 + 1];
         }
@@ -192,7 +193,8 @@ template <class T> struct Causal {
     static void add_lower(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
         for (int64_t i = 0; i < tokens; i += 6) {
             const int64_t rows = std::min<int64_t>(6, tokens - i);
-            product<A, false, true>(rows, columns, i + rows, a + i * CHUNK, CHUNK, b, columns, c + i * columns, columns);
+            product<A, false, true>(rows, columns, i + rows, a + i * CHUNK, CHUNK, b, columns, c + i * columns,
+                                    columns);
         }
     }
 
@@ -344,7 +346,8 @@ template <class T> struct Causal {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
         A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
         A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
-        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E), *turned = take(CHUNK * std::max(D, E));
+        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
+        A* turned = take(CHUNK * std::max(D, E));
         A *products = take(CHUNK * CHUNK), *grad_products = take(CHUNK * CHUNK);
         A *grad_q = take(CHUNK * D), *grad_k = take(CHUNK * D), *totals = take(CHUNK * 4 * D);
         auto number = [&](int i) { return chunk.numbers + i * CHUNK; };
@@ -447,7 +450,8 @@ template <class T> struct Causal {
     }
 
     void run(bool backward) const {
-        const int64_t heads = call.sequences * call.heads, space = padded(backward ? backward_space() : forward_space(), 16);
+        const int64_t heads = call.sequences * call.heads;
+        const int64_t space = padded(backward ? backward_space() : forward_space(), 16);
         const int threads = workers(call);
         Buffer<A> memory(threads * space);
         Pool::run(heads, threads, [&](int64_t index, int worker) {

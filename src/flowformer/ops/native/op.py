@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, Mask, State, differentiate, distinct, empty_result, register, sum_dtype
+from ..common import VARIANT, Mask, NoForwardMode, State, differentiate, distinct, empty_result, register, sum_dtype
 from ..state import empty_state
-from ..torch.op import _NoForwardMode
 from ..variant import FlowVariant
-from ..varlen import Bounds, check_bounds
 from .build import failure
 from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, Call, Rows, new_call, padded, with_rows
 
 if TYPE_CHECKING:
-    from ..varlen import Lengths
+    from ..varlen import Bounds, Lengths
 
 MAX_DIM = 256
 SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
@@ -157,11 +155,11 @@ class _Causal(torch.autograd.Function):
         return *grads[:3], None, *grad_start, None, None, *(None for _ in ctx.options)
 
 
-class _EagerBidirectional(_NoForwardMode, _Bidirectional):
+class _EagerBidirectional(NoForwardMode, _Bidirectional):
     pass
 
 
-class _EagerCausal(_NoForwardMode, _Causal):
+class _EagerCausal(NoForwardMode, _Causal):
     pass
 
 
@@ -249,6 +247,9 @@ def _run_backward(
 def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causal: bool) -> list[Bounds]:
     if lengths[0] is None:
         return [None, None]
+    # here, since every import of the package would pay for it
+    from ..varlen import check_bounds
+
     check_bounds(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
     return [ends.long().contiguous() for ends in lengths[:2]]
 

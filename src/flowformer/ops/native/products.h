@@ -104,7 +104,9 @@ inline void transpose_square(const double* x, int64_t x_row, double* y, int64_t 
 }
 
 // y (columns × rows) = xᵀ, both in whole vectors
-template <class A> static void transpose(int64_t rows, int64_t columns, const A* x, int64_t x_row, A* y, int64_t y_row) {
+template <class A>
+static void transpose(int64_t rows, int64_t columns, const A* x, int64_t x_row, A* y, int64_t y_row) {
     for (int64_t i = 0; i < rows; i += LANES<A>)
-        for (int64_t j = 0; j < columns; j += LANES<A>) transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
+        for (int64_t j = 0; j < columns; j += LANES<A>)
+            transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
 }

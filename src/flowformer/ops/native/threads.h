@@ -1,5 +1,6 @@
 // Threads that take tasks from a counter. The caller takes tasks as well and waits only for those that have begun: a
-// helper that the system does not run holds up nothing. OpenMP waits for every thread of a team, and hangs after a fork.
+// helper that the system does not run holds up nothing. OpenMP waits for every thread of a team, and hangs after a
+// fork.
 #pragma once
 
 #include <pthread.h>
@@ -18,7 +19,8 @@ class Pool {
         Pool& pool = current();
         std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);
         if (count > 1 && threads > 1 && turn.try_lock()) {
-            pool.share(count, threads, [](const void* f, int64_t i, int worker) { (*(const Task*)f)(i, worker); }, &task);
+            auto call = [](const void* f, int64_t i, int worker) { (*(const Task*)f)(i, worker); };
+            pool.share(count, threads, call, &task);
         } else {
             for (int64_t i = 0; i < count; i++) task(i, 0);
         }

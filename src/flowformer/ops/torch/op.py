@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..common import VARIANT, Mask, Powers, State, differentiate, distinct, empty_result, register, register_vmap
+from ..common import (
+    VARIANT,
+    Mask,
+    NoForwardMode,
+    Powers,
+    State,
+    differentiate,
+    distinct,
+    empty_result,
+    register,
+    register_vmap,
+)
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -177,23 +188,15 @@ class _Packed(torch.autograd.Function):
         return *grads, None, None, *(None for _ in ctx.options)
 
 
-class _NoForwardMode:
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Never:
-        raise NotImplementedError(
-            'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
-        )
-
-
-class _EagerBidirectional(_NoForwardMode, _Bidirectional):
+class _EagerBidirectional(NoForwardMode, _Bidirectional):
     pass
 
 
-class _EagerCausal(_NoForwardMode, _Causal):
+class _EagerCausal(NoForwardMode, _Causal):
     pass
 
 
-class _EagerPacked(_NoForwardMode, _Packed):
+class _EagerPacked(NoForwardMode, _Packed):
     pass
 
 
