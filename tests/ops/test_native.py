@@ -57,9 +57,11 @@ def assert_obeys(inputs, dtype, **options):
 class TestNumbers:
     @pytest.mark.parametrize("variant", NATIVE_VARIANTS.values(), ids=NATIVE_VARIANTS)
     def test_variant(self, variant, dtype, is_causal):
-        mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(0)) > 0.4
         options = {"variant": variant, "is_causal": is_causal, "scale": 0.6}
-        assert_obeys(random_inputs(sinks=70, value_dim=6), dtype, query_mask=mask, key_mask=mask, **options)
+        for length, dim in ((70, 4), (20, 40)):
+            mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4
+            inputs = random_inputs(sinks=length, dim=dim, value_dim=dim + 2)
+            assert_obeys(inputs, dtype, query_mask=mask, key_mask=mask, **options)
 
     @pytest.mark.parametrize(
         ("dim", "value_dim"), [(1, 1), (1, 8), (3, 2), (7, 17), (33, 7), (64, 33), (255, 128), (128, 256)]
@@ -76,9 +78,11 @@ class TestNumbers:
 
 
 @DTYPES
-@pytest.mark.parametrize(("sinks", "sources"), [(1, 7), (7, 1), (130, 9), (9, 1600)])
-def test_cross_attention(sinks, sources, dtype):
-    assert_obeys(random_inputs(1, 2, sinks, sources), dtype)
+@pytest.mark.parametrize(("sinks", "sources"), [(1, 7), (7, 1), (130, 9), (9, 1600), (47, 3), (5, 48)])
+@pytest.mark.parametrize("dim", [4, 65])
+def test_cross_attention(sinks, sources, dim, dtype):
+    """Wide heads with few tokens take a path of their own."""
+    assert_obeys(random_inputs(1, 2, sinks, sources, dim), dtype)
 
 
 def test_segments_do_not_lose_the_competition():

@@ -3,6 +3,8 @@
 //
 // A pass computes, for each segment of tokens, a partial sum that the next pass needs in whole. A task is a head; where
 // there are fewer heads than threads, it is a segment of a head, and threads meet after each pass.
+//
+// A head with few tokens needs no S = Σ kᵀ c V: there (q kᵀ)(c V) takes fewer steps than q S.
 #pragma once
 
 #include <algorithm>
@@ -27,9 +29,11 @@ template <class T> struct Bidirectional {
         Span sinks, sources;
         const bool *query_mask, *key_mask;
         A n, m;
+        bool is_short;
         A *inverse_incoming, *allocation, *inverse_outgoing, *competition;  // kept, one number a token
         A *sums, *memory;                                                   // kept: Σk, Σq, Σk/O, Σq/I; S
         A *q, *k, *grad_q, *grad_k;                                         // padded rows of all tokens
+        A *products, *grad_products, *values, *grads, *turned;              // of a short head: q kᵀ, c V and dR α/I
         A *taken, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
         A* total;  // of the pass at hand
         A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing;  // Σ + ε
@@ -45,13 +49,16 @@ template <class T> struct Bidirectional {
     }
 
     // backward, those of the first pass stay where they are
-    int64_t total_size(bool backward) const { return (D * E + D + 8) + (backward ? 2 * D + 8 : 0); }
+    int64_t total_size(bool backward) const { return (D + 8 + D * E) + (backward ? 2 * D + 8 : 0); }
 
     // lays out what a head needs while it is computed; returns the end
     A* place(Head& h, A* slot, bool backward) const {
         auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, 8)); };
         h.q = take(h.sinks.size * D);
-        h.k = take(h.sources.size * D);
+        h.k = take(padded(h.sources.size, LANES<A>) * D);
+        for (A** rows : {&h.values, &h.grads}) *rows = take(BLOCK * E);
+        for (A** squares : {&h.products, &h.grad_products}) *squares = take(BLOCK * BLOCK);
+        h.turned = take(BLOCK * std::max(D, E));
         h.total = take(total_size(backward));
         for (A** vector : {&h.incoming, &h.outgoing, &h.conserved_incoming, &h.conserved_outgoing}) *vector = take(D);
         if (!backward) return slot;
@@ -80,6 +87,8 @@ template <class T> struct Bidirectional {
         h.key_mask = call.key_mask ? call.key_mask + h.sequence * call.sources : nullptr;
         h.n = count(h.query_mask, h.sinks.size);
         h.m = count(h.key_mask, h.sources.size);
+        const int64_t length = std::max(h.sinks.size, h.sources.size);
+        h.is_short = h.sinks.size > 0 && length <= BLOCK && 2 * length * (D + E) <= 3 * D * E;
         h.inverse_incoming = call.sink_flows.at<A>(h.row, h.head, h.sinks.start);
         h.allocation = h.inverse_incoming + call.sink_plane;
         h.inverse_outgoing = call.source_flows.at<A>(h.row, h.head, h.sources.start);
@@ -88,7 +97,7 @@ template <class T> struct Bidirectional {
         h.memory = h.sums + 4 * D;
         place(h, slot, backward);
         if (backward) {
-            transpose(D, E, h.memory, E, h.memory_T, D);
+            if (!h.is_short) transpose(D, E, h.memory, E, h.memory_T, D);
             h.conserved_O = Flow<A>(call, h.sums + 3 * D, h.conserved_outgoing);
         }
         return h;
@@ -108,8 +117,8 @@ template <class T> struct Bidirectional {
 
     enum Forward { SUMS, FLOWS, CONSERVED, MEMORY, RESULT, FORWARD_LEVELS };
 
-    int64_t forward_size(int level) const {
-        const int64_t sizes[] = {2 * D, 2 * D, 1, D * E + 1, 0};
+    int64_t forward_size(int level, const Head& h) const {
+        const int64_t sizes[] = {2 * D, 2 * D, 1, h.is_short ? 1 : 8 + D * E, 0};
         return sizes[level];
     }
 
@@ -149,23 +158,30 @@ template <class T> struct Bidirectional {
                 });
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) { allocate(h, t, tokens, number); });
                 break;
-            case MEMORY:
+            case MEMORY:  // Σ exp(Ô), and from 8 on S
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     A* c = h.competition + t;
                     if (call.competition == SOFTMAX_COMPETITION) {
                         map_tokens(tokens, c, [&](Vector<A> x) { return exponential<A>(x - h.maximum); });
                         A total = 0;
                         for (int64_t i = 0; i < tokens; i++) total += c[i];
-                        part[D * E] += total;
+                        part[0] += total;
                     }
+                    if (h.is_short) return;
                     scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start + t, tokens,
                                    at(h.key_mask, t), c, rows);
-                    product<A, true, true>(call.dim, E, tokens, h.k + t * D, D, rows, E, part, E);
+                    product<A, true, true>(call.dim, E, tokens, h.k + t * D, D, rows, E, part + 8, E);
                 });
                 break;
             case RESULT:
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
-                    product<A, false, false>(tokens, E, call.dim, h.q + t * D, D, h.memory, E, rows, E);
+                    if (h.is_short) {
+                        load_values(h);
+                        multiply(h, h.q, D, call.dim, h.k, h.products);
+                        product<A, false, false>(tokens, E, h.sources.size, h.products, BLOCK, h.values, E, rows, E);
+                    } else {
+                        product<A, false, false>(tokens, E, call.dim, h.q + t * D, D, h.memory, E, rows, E);
+                    }
                     for (int64_t i = 0; i < tokens; i++) {
                         const A received = h.allocation[t + i] * h.inverse_incoming[t + i];
                         write_row(call.result.at<T>(h.row, h.head, h.sinks.start + t + i), call.value_dim,
@@ -193,13 +209,27 @@ template <class T> struct Bidirectional {
             case MEMORY: {
                 A factor = 1;
                 if (call.competition == SOFTMAX_COMPETITION) {
-                    const A all = h.total[D * E];
+                    const A all = h.total[0];
                     factor = all > 0 ? (call.rescale ? h.m : A(1)) / all : A(0);
                     for (int64_t t = 0; t < h.sources.size; t++) h.competition[t] *= factor;
                 }
-                for (int64_t i = 0; i < D * E; i++) h.memory[i] = h.total[i] * factor;
+                for (int64_t i = 0; !h.is_short && i < D * E; i++) h.memory[i] = h.total[8 + i] * factor;
             }
         }
+    }
+
+    // c V of a short head
+    void load_values(const Head& h) const {
+        scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start, h.sources.size, h.key_mask,
+                       h.competition, h.values);
+    }
+
+    // x yᵀ of a short head: the rows x of its sinks, the rows y of its sources
+    static void multiply(const Head& h, const A* x, int64_t width, int64_t length, A* y, A* result) {
+        const int64_t columns = padded(h.sources.size, LANES<A>);
+        std::fill_n(y + h.sources.size * width, (columns - h.sources.size) * width, A(0));
+        transpose(columns, width, y, width, h.turned, BLOCK);
+        product<A, false, false>(h.sinks.size, columns, length, x, width, h.turned, BLOCK, result, BLOCK);
     }
 
     // Ô after the clamp, or c where it is not a softmax; −∞ and 0 where masked
@@ -235,44 +265,55 @@ template <class T> struct Bidirectional {
 
     enum Backward { GRAD_MEMORY, GRAD_COMPETITION, GRAD_QUERY, GRAD_KEY, BACKWARD_LEVELS };
 
-    int64_t backward_size(int level) const {
-        const int64_t sizes[] = {D * E + D + 1, 2 * D + 2, D + 1, 0};
+    int64_t backward_size(int level, const Head& h) const {
+        const int64_t sizes[] = {h.is_short ? D + 1 : D + 8 + D * E, 2 * D + 2, D + 1, 0};
         return sizes[level];
     }
 
     void backward(int level, Head& h, int64_t segment, A* part, A* block) const {
         A *number = block, *other = block + BLOCK, *rows = block + 8 * BLOCK, *more = rows + BLOCK * E;
         switch (level) {
-            case GRAD_MEMORY:  // dS, Σ dÎ q, Σ dÎ
+            case GRAD_MEMORY:  // Σ dÎ q, Σ dÎ, and from D + 8 on dS
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     A *q = h.q + t * D, *grad_q = h.grad_q + t * D, *taken = h.taken + t;
                     features(call.query, h.row, h.head, h.sinks.start + t, tokens, at(h.query_mask, t), q);
                     for (int64_t i = 0; i < tokens; i++) number[i] = h.allocation[t + i] * h.inverse_incoming[t + i];
                     scaled_rows<T>(call.grad, call.value_dim, h.row, h.head, h.sinks.start + t, tokens,
-                                   at(h.query_mask, t), number, rows);
-                    product<A, true, true>(call.dim, E, tokens, q, D, rows, E, part, E);
-                    product<A, false, false>(tokens, D, call.value_dim, rows, E, h.memory_T, D, grad_q, D);
+                                   at(h.query_mask, t), number, h.is_short ? h.grads : rows);
+                    if (h.is_short) {
+                        features(call.key, h.row, h.key_head, h.sources.start, h.sources.size, h.key_mask, h.k);
+                        load_values(h);
+                        multiply(h, h.grads, E, call.value_dim, h.values, h.grad_products);
+                        product<A, false, false>(tokens, D, h.sources.size, h.grad_products, BLOCK, h.k, D, grad_q, D);
+                    } else {
+                        product<A, true, true>(call.dim, E, tokens, q, D, rows, E, part + D + 8, E);
+                        product<A, false, false>(tokens, D, call.value_dim, rows, E, h.memory_T, D, grad_q, D);
+                    }
                     row_dots(tokens, D, q, grad_q, taken);
                     A *grad = h.grad_conserved_incoming + t, total = 0;
                     const A r = call.allocation == NO_ALLOCATION ? A(0) : ratio(h);
                     for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - h.allocation[t + i]) * r;
-                    add_weighted(tokens, D, grad, q, part + D * E);
-                    part[D * E + D] += total;
+                    add_weighted(tokens, D, grad, q, part);
+                    part[D] += total;
                 });
                 break;
             case GRAD_COMPETITION:  // Σ dÔ k, Σ dO k, Σ dÔ, Σ dO
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     A *k = h.k + t * D, *c = h.competition + t;
-                    features(call.key, h.row, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t), k);
-                    scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start + t, tokens,
-                                   at(h.key_mask, t), c, rows);
-                    product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
-                    row_dots(tokens, E, rows, more, number);  // c dc
+                    if (h.is_short) {
+                        grad_short_sources(h, number, more);
+                    } else {
+                        features(call.key, h.row, h.key_head, h.sources.start + t, tokens, at(h.key_mask, t), k);
+                        scaled_rows<T>(call.value, call.value_dim, h.row, h.key_head, h.sources.start + t, tokens,
+                                       at(h.key_mask, t), c, rows);
+                        product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
+                        row_dots(tokens, E, rows, more, number);  // c dc
+                        product<A, false, false>(tokens, D, call.value_dim, rows, E, h.grad_memory_T, D,
+                                                 h.grad_k + t * D, D);
+                    }
                     for (int64_t i = 0; i < tokens; i++)
                         write_source(call.grad_value, call.value_dim, h, h.sources.start + t + i,
                                      [&](int64_t e) { return load(more + i * E + e) * c[i]; });
-                    product<A, false, false>(tokens, D, call.value_dim, rows, E, h.grad_memory_T, D, h.grad_k + t * D,
-                                             D);
                     A* grad = h.grad_conserved_outgoing + t;
                     grad_competition(h, t, tokens, number, other, grad);
                     dots(tokens, D, k, h.grad_conserved_key_sum, number);
@@ -322,8 +363,13 @@ template <class T> struct Bidirectional {
         };
         switch (level) {
             case GRAD_MEMORY:
-                h.grad_memory = h.total;
-                h.total += D * E + D + 8;
+                add_rest(h.total, h.total[D], h.grad_conserved_key_sum);
+                h.I = Flow<A>(call, h.sums, h.incoming);
+                h.O = Flow<A>(call, h.sums + D, h.outgoing);
+                h.conserved_I = Flow<A>(call, h.sums + 2 * D, h.conserved_incoming);
+                h.grad_memory = h.total + D + 8;
+                h.total += D + 8 + D * E;
+                if (h.is_short) break;
                 transpose(D, E, h.grad_memory, E, h.grad_memory_T, D);
                 h.shared_loss = 0;
                 for (int64_t d = 0; d < D; d++) {
@@ -331,10 +377,6 @@ template <class T> struct Bidirectional {
                     row_dots(1, E, h.memory + d * E, h.grad_memory + d * E, &row);
                     h.shared_loss += row;
                 }
-                add_rest(h.grad_memory + D * E, h.grad_memory[D * E + D], h.grad_conserved_key_sum);
-                h.I = Flow<A>(call, h.sums, h.incoming);
-                h.O = Flow<A>(call, h.sums + D, h.outgoing);
-                h.conserved_I = Flow<A>(call, h.sums + 2 * D, h.conserved_incoming);
                 break;
             case GRAD_COMPETITION:
                 add_rest(h.total, h.total[2 * D], h.grad_conserved_query_sum);
@@ -342,6 +384,17 @@ template <class T> struct Bidirectional {
                 break;
             case GRAD_QUERY: add_rest(h.total, h.total[D], h.grad_key_sum);
         }
+    }
+
+    // of a short head: c dc, dV without c, and dk without what comes by the flows
+    void grad_short_sources(Head& h, A* given, A* grad_value) const {
+        const int64_t n = h.sinks.size, m = h.sources.size;
+        multiply(h, h.q, D, call.dim, h.k, h.products);
+        product<A, true, false>(m, E, n, h.products, BLOCK, h.grads, E, grad_value, E);
+        product<A, true, false>(m, D, n, h.grad_products, BLOCK, h.q, D, h.grad_k, D);
+        row_dots(m, E, h.values, grad_value, given);
+        h.shared_loss = 0;
+        for (int64_t i = 0; i < m; i++) h.shared_loss += given[i];
     }
 
     // dÔ from c dc; 0 where the clamp held Ô
@@ -396,13 +449,15 @@ template <class T> struct Bidirectional {
         longest.sources.size = sources;
         const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, 16);
         const int64_t block_size = padded(this->block_size(), 16), part_size = padded(total_size(backward), 16);
-        auto size = [&](int level) { return backward ? backward_size(level) : forward_size(level); };
+        auto size = [&](int level, const Head& h) {
+            return backward ? backward_size(level, h) : forward_size(level, h);
+        };
         auto compute = [&](int level, Head& h, int64_t segment, A* part, A* block) {
-            std::fill_n(part, size(level), A(0));
+            std::fill_n(part, size(level, h), A(0));
             backward ? this->backward(level, h, segment, part, block) : forward(level, h, segment, part, block);
         };
         auto fold = [&](int level, Head& h, const A* part) {
-            const int64_t count = size(level);
+            const int64_t count = size(level, h);
             if (!backward && level == CONSERVED) h.total[0] = std::max(h.total[0], part[0]);
             else
                 for (int64_t i = 0; i < count; i++) h.total[i] += part[i];
