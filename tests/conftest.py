@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ if not torch.cuda.is_available():
         quick_interpreter.install()
 
 
+NO_PARAMETERS = SimpleNamespace(params={})
+
+
 def pytest_runtest_setup(item):
     """One thread: the workers of pytest-xdist would fight for the cores.
 
@@ -22,6 +26,12 @@ def pytest_runtest_setup(item):
     busy cores made every update of the small models take forty times as long.
     """
     torch.set_num_threads(1)
+    # only where such a test runs, since this builds the library
+    if "native" in getattr(item, "callspec", NO_PARAMETERS).params.values() or item.path.name == "test_native.py":
+        from flowformer.ops.native.build import failure
+
+        if failure() is not None:
+            pytest.skip(failure())
 
 
 ON_GPU = {

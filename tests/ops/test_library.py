@@ -41,6 +41,7 @@ def operator_arguments(name, variant, masked=False, shared=1, turned=False, leng
     lengths = bounds, bounds, length, length, False
     packed = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     grad = torch.ones(*query.shape[:3], 3)
+    not_packed, rest = (None, None), (0, 0, *options)
     match name:
         case "bidirectional":
             return query, key, value, mask, mask, *options
@@ -53,6 +54,17 @@ def operator_arguments(name, variant, masked=False, shared=1, turned=False, leng
             _, *rest = torch.ops.flowformer.causal(query, key, value, mask, *state, *options)
             zeros = (torch.zeros_like(part) for part in rest[:3])
             return grad, *zeros, query, key, value, mask, *rest[3:], *options
+        case "native_bidirectional":
+            return query, key, value, mask, mask, *not_packed, *rest
+        case "native_bidirectional_backward":
+            _, *flows = torch.ops.flowformer.native_bidirectional(query, key, value, mask, mask, *not_packed, *rest)
+            return grad, query, key, value, mask, mask, *not_packed, *flows, *rest
+        case "native_causal":
+            return query, key, value, mask, *state, *not_packed, *rest
+        case "native_causal_backward":
+            inputs = query, key, value, mask, *state, *not_packed
+            *outputs, records = torch.ops.flowformer.native_causal(*inputs, *rest)
+            return grad, *(torch.zeros_like(part) for part in outputs[1:]), *inputs, records, *rest
         case "packed":
             return *packed, *lengths, *options
         case "packed_backward":
@@ -60,6 +72,7 @@ def operator_arguments(name, variant, masked=False, shared=1, turned=False, leng
 
 
 OPERATORS = ["bidirectional", "bidirectional_backward", "causal", "causal_backward", "packed", "packed_backward"]
+NATIVE_OPERATORS = ["native_bidirectional", "native_bidirectional_backward", "native_causal", "native_causal_backward"]
 
 
 class TestOperators:
@@ -68,12 +81,22 @@ class TestOperators:
     def test_opcheck(self, name, variant):
         torch.library.opcheck(getattr(torch.ops.flowformer, name), operator_arguments(name, variant))
 
+    @pytest.mark.parametrize("backend", ["native"])
+    @pytest.mark.parametrize("name", NATIVE_OPERATORS)
+    def test_opcheck_of_native_operators(self, name, backend):
+        torch.library.opcheck(
+            getattr(torch.ops.flowformer, name),
+            operator_arguments(name, FlowVariant()),
+            # not test_aot_dispatch_dynamic, which compares outputs: room for states of later segments is not written
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
     @pytest.mark.parametrize(
         "case",
         [{"masked": True}, {"shared": 2}, {"turned": True}, {"length": 0}],
         ids=["masked", "shared", "(B, N, H, D)", "no tokens"],
     )
-    @pytest.mark.parametrize("name", OPERATORS[:4])
+    @pytest.mark.parametrize("name", [*OPERATORS[:4], *NATIVE_OPERATORS])
     def test_fake_has_the_shapes_and_strides_of_the_real(self, name, case):
         torch.library.opcheck(
             getattr(torch.ops.flowformer, name),
@@ -116,7 +139,7 @@ class TestOperators:
 
     def test_every_operator_is_checked(self):
         names = {name.removeprefix("flowformer::") for name in torch._C._dispatch_get_all_op_names() if "flowf" in name}
-        assert {name for name in names if "triton" not in name} == set(OPERATORS)
+        assert {name for name in names if "triton" not in name} == {*OPERATORS, *NATIVE_OPERATORS}
 
 
 MASK = prefix_mask(70, 70, 30)

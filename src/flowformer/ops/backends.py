@@ -11,6 +11,7 @@ from torch import Tensor
 from .._utils import suggestion
 from . import reference_backend
 from .common import State
+from .native import op as native_op
 from .torch import op as torch_op
 from .triton import op as triton_op
 from .variant import FlowVariant
@@ -80,6 +81,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend.of("triton", "fused kernels", triton_op),
+        Backend.of("native", "C++ for CPUs", native_op),
         Backend.of("torch", "memory-linear, runs everywhere", torch_op),
         Backend.of("reference", "keeps matrices of N × M numbers", reference_backend),
     )

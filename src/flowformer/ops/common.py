@@ -116,6 +116,16 @@ def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, 
     torch.library.register_vmap(f"flowformer::{name}", run, lib=_library)
 
 
+class NoForwardMode:
+    """A base of eager autograd functions; Dynamo traces none that has a jvp of its own."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Never:
+        raise NotImplementedError(
+            'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
+        )
+
+
 class _DifferentiableOnce(torch.autograd.Function):
     """Runs a backward operator; raises on double backward."""
 

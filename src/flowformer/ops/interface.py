@@ -57,7 +57,8 @@ def flow_attention(
         powers: (2, H), learned exponents of each head, for a variant with renormalize=True: τ of the competition,
             c = m·softmax(τ Ô), and γ of the allocation, α = sigmoid(Î)^γ. None is 1, as in the paper; 0 leaves linear
             attention, so that a model may begin there.
-        backend: None takes the best that can run here; "triton", "torch" or "reference" insists. See `explain`.
+        backend: None takes the best that can run here; "triton", "native", "torch" or "reference" insists. See
+            `explain`.
         group: a ProcessGroup, or a DeviceMesh with one dimension, over whose ranks the sequence is cut, in rank order:
             the tokens passed are this rank's part, of any length, also none. Every rank must make the call, and run
             its backward pass, with the same arguments but for the length.
@@ -289,8 +290,9 @@ def explain(
 
     >>> q = torch.randn(1, 2, 5, 4)
     >>> print(explain(q, q, q))
-    flow_attention, bidirectional, query (1, 2, 5, 4), key (1, 2, 5, 4), torch.float32 on cpu: torch
+    flow_attention, bidirectional, query (1, 2, 5, 4), key (1, 2, 5, 4), torch.float32 on cpu: ...
       triton: ...
+      native: ...
       torch: yes, memory-linear, runs everywhere
       reference: only by name, keeps matrices of N × M numbers
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..common import (
     VARIANT,
     Mask,
+    NoForwardMode,
     Powers,
     State,
     differentiate,
@@ -188,23 +189,15 @@ class _Packed(torch.autograd.Function):
         return *grads, None, None, *(None for _ in ctx.options)
 
 
-class _NoForwardMode:
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Never:
-        raise NotImplementedError(
-            'Flow-Attention has no forward mode (jvp, jacfwd, hessian); use backend="reference", or jacrev.'
-        )
-
-
-class _EagerBidirectional(_NoForwardMode, _Bidirectional):
+class _EagerBidirectional(NoForwardMode, _Bidirectional):
     pass
 
 
-class _EagerCausal(_NoForwardMode, _Causal):
+class _EagerCausal(NoForwardMode, _Causal):
     pass
 
 
-class _EagerPacked(_NoForwardMode, _Packed):
+class _EagerPacked(NoForwardMode, _Packed):
     pass
 
 

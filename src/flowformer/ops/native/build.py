@@ -1,0 +1,124 @@
+"""Compiles the C++ sources of this folder on first use and loads the library.
+
+The library has plain C functions and knows nothing of torch or Python, so it compiles in seconds and serves any version
+of either. It lies where torch keeps compiled extensions, under a name made of everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
+CAPABILITIES = ("AVX2", "AVX512")  # as torch names them: both have what FLAGS ask for
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def failure() -> str | None:
+    """Why there is no library here; None if there is one, which is built if need be."""
+    return _load()[1]
+
+
+# Dynamo calls it while tracing, as it would a function marked by torch.compiler.assume_constant_result, which cannot be
+# used here: it imports Dynamo, which takes longer than all of this package
+failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def library() -> ctypes.CDLL:
+    """The functions of `library.cpp`."""
+    loaded, reason = _load()
+    if loaded is None:
+        raise RuntimeError(f"the native library is not there: {reason}.")
+    return loaded
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, or why there is none."""
+    if sys.platform != "linux":
+        return None, f"the native code is built on Linux only, not on {sys.platform}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in CAPABILITIES:
+        return None, f"this CPU has no AVX2 (torch finds {capability})"
+    try:
+        return ctypes.CDLL(str(_built())), None
+    except _BuildError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"the native code could not be built or loaded: {error}"
+
+
+class _BuildError(Exception):
+    pass
+
+
+def _built() -> Path:
+    """The library file, compiled unless it is there already."""
+    path = _folder() / f"{_digest()}.so"
+    if path.exists():
+        return path
+    compiler = _compiler()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        _wait_for(lock.fileno())
+        if not path.exists():
+            _compile(compiler, path)
+    return path
+
+
+def _compile(compiler: str, path: Path) -> None:
+    logging.getLogger(__name__).warning("flowformer compiles its CPU code, once, in about 15 s: %s", path)
+    # complete or not there: a build that is killed leaves only the part
+    part = path.with_suffix(f".{os.getpid()}.part")
+    command = [compiler, *FLAGS, str(SOURCES / "library.cpp"), "-o", str(part)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        part.replace(path)
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise _BuildError(f"{compiler} could not compile the native code ({first})") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    asked = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
+    if found is None:
+        raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
+    return found
+
+
+def _folder() -> Path:
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(extensions) if extensions else cache / "torch_extensions") / "flowformer"
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(repr((FLAGS, os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
+    for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "library.cpp"]:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _wait_for(file: int) -> None:
+    """Until no other process holds the file: two builds at once would be right, but wasted."""
+    import fcntl  # not on every platform
+
+    # some network file systems have no locks
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,461 @@
+// Causal Flow-Attention: a head is walked in chunks of tokens with its state between them, forward and backward.
+//
+// Flows come from running sums of rows. Results of a chunk come from products: q S with all that came before, and
+// P = q kᵀ where the source is not after the sink. The backward pass keeps the state before each segment, walks over a
+// segment again, keeping the state before each chunk, and then over its chunks from the last to the first.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "call.h"
+
+template <class T> struct Causal {
+    using A = Sum<T>;
+    static constexpr int64_t CHUNK = 24, SEGMENT = 16 * CHUNK;
+
+    const Call& call;
+    const Features<T> features;
+    const int64_t D, E;  // padded to whole vectors
+    const A eps, rest;   // rest: what a flow has beside its dot product
+
+    explicit Causal(const Call& call)
+        : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)),
+          eps(A(call.eps)), rest(A(call.flow_eps - double(D - call.dim) * call.eps * call.eps)) {}
+
+    // Numbers of each token of a chunk. Positions count from 1; the share is that of exp(Ô) in its running sum, and
+    // `decay` the share of all that came before.
+    enum { POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED, NUMBERS };
+
+    struct Head {
+        int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
+        Span tokens;
+        const bool* mask;
+        // the state: Σk, Σq, Σk/O, Σq/I; S; how many tokens; log Σ exp(Ô), as exp(reference) · total
+        A *sums, *memory, count, reference;
+        Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
+    };
+
+    int64_t record_size() const { return 4 * D + D * E + 4; }
+
+    int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
+
+    // where the state before a segment is kept
+    A* record(const Head& h, int64_t segment) const {
+        const int64_t before =
+            call.sink_bounds ? h.tokens.start / SEGMENT + h.sequence : h.sequence * ((call.sinks - 1) / SEGMENT);
+        return (A*)call.records + ((before + segment - 1) * call.heads + h.head) * record_size();
+    }
+
+    Head begin(int64_t index, A* sums, A* memory) const {
+        Head h{};
+        h.index = index;
+        h.sequence = index / call.heads;
+        h.row = call.sink_bounds ? 0 : h.sequence;
+        h.head = index % call.heads;
+        h.key_head = h.head / call.shared;
+        h.tokens = span(call.sink_bounds, h.sequence, call.sinks);
+        h.mask = call.query_mask ? call.query_mask + h.sequence * call.sinks : nullptr;
+        h.sums = sums;
+        h.memory = memory;
+        return h;
+    }
+
+    void read_state(Head& h, const void* sums, const void* memory, const void* scalars) const {
+        std::fill_n(h.sums, 4 * D, A(0));
+        if (memory || !sums) std::fill_n(h.memory, D * E, A(0));
+        h.count = 0;
+        h.reference = -std::numeric_limits<A>::infinity();
+        if (sums) {
+            const A *from = (const A*)sums + h.index * 4 * call.dim, *rows = (const A*)memory;
+            for (int64_t i = 0; i < 4; i++) std::copy_n(from + i * call.dim, call.dim, h.sums + i * D);
+            for (int64_t d = 0; memory && d < call.dim; d++)
+                std::copy_n(rows + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
+            h.count = ((const A*)scalars)[h.index * 3];
+            if (h.count > 0) h.reference = ((const A*)scalars)[h.index * 3 + 1];
+        }
+        h.total = std::isinf(h.reference) ? 0 : 1;
+    }
+
+    void write_state(const Head& h, void* sums, void* memory) const {
+        for (int64_t i = 0; i < 4; i++) std::copy_n(h.sums + i * D, call.dim, (A*)sums + (h.index * 4 + i) * call.dim);
+        for (int64_t d = 0; memory && d < call.dim; d++)
+            std::copy_n(h.memory + d * E, call.value_dim, (A*)memory + (h.index * call.dim + d) * call.value_dim);
+    }
+
+    A logarithm(const Head& h) const {
+        return h.total > 0 ? A(h.reference + std::log(h.total)) : -std::numeric_limits<A>::infinity();
+    }
+
+    void keep(const Head& h, A* kept) const {
+        std::copy_n(h.sums, 4 * D, kept);
+        std::copy_n(h.memory, D * E, kept + 4 * D);
+        const A scalars[] = {h.count, h.reference, A(h.total), A(h.total - A(h.total))};
+        std::copy_n(scalars, 4, kept + 4 * D + D * E);
+    }
+
+    void recall(Head& h, const A* kept) const {
+        std::copy_n(kept, 4 * D, h.sums);
+        std::copy_n(kept + 4 * D, D * E, h.memory);
+        const A* scalars = kept + 4 * D + D * E;
+        h.count = scalars[0];
+        h.reference = scalars[1];
+        h.total = Wide<A>(scalars[2]) + scalars[3];
+    }
+
+    // (x + ε) · (before + inside + ε)
+    A flow(const A* x, const A* before, const A* inside) const {
+        Vector<A> total = {};
+        for (int64_t c = 0; c < D; c += LANES<A>)
+            total += (load(x + c) + eps) * ((load(before + c) + load(inside + c)) + eps);
+        return sum<A>(total) + rest;
+    }
+
+    // inside += factor · x
+    void add(A* inside, A factor, const A* x) const {
+        for (int64_t c = 0; c < D; c += LANES<A>) store(inside + c, load(inside + c) + factor * load(x + c));
+    }
+
+    // the numbers of a chunk, from its features; the sums move behind it. `inside` has room for 4 sums.
+    void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* inside, A* numbers) const {
+        A* number[NUMBERS];
+        for (int i = 0; i < NUMBERS; i++) number[i] = numbers + i * CHUNK;
+        A *position = number[POSITION], *in = number[INVERSE_INCOMING], *out = number[INVERSE_OUTGOING];
+        A *allocation = number[ALLOCATION], *competition = number[COMPETITION];
+        const bool* mask = h.mask ? h.mask + t : nullptr;
+        std::fill_n(inside, 4 * D, A(0));
+        for (int64_t i = 0; i < tokens; i++, q += D, k += D) {
+            h.count += !mask || mask[i];
+            position[i] = std::max(h.count, A(1));
+            add(inside, 1, k);
+            add(inside + D, 1, q);
+            in[i] = position[i] / flow(q, h.sums, inside);
+            out[i] = position[i] / flow(k, h.sums + D, inside + D);
+            add(inside + 2 * D, out[i], k);
+            add(inside + 3 * D, in[i], q);
+            allocation[i] = flow(q, h.sums + 2 * D, inside + 2 * D) / position[i];
+            competition[i] = flow(k, h.sums + 3 * D, inside + 3 * D) / position[i];
+        }
+        for (int64_t c = 0; c < 4 * D; c += LANES<A>) store(h.sums + c, load(h.sums + c) + load(inside + c));
+
+        if (call.allocation == NO_ALLOCATION) std::fill_n(allocation, tokens, A(1));
+        else map_tokens(tokens, allocation, [](Vector<A> x) { return sigmoid<A>(x); });
+        const A clamp = A(call.clamp);
+        for (int64_t i = 0; i < tokens; i++) {
+            number[CLAMPED][i] = std::abs(competition[i]) > clamp;
+            competition[i] = competition[i] < -clamp ? -clamp : competition[i] > clamp ? clamp : competition[i];
+        }
+        if (call.competition == SIGMOID_COMPETITION)
+            map_tokens(tokens, competition, [](Vector<A> x) { return sigmoid<A>(x); });
+        if (call.competition == NO_COMPETITION) std::fill_n(competition, tokens, A(1));
+        if (call.competition == SOFTMAX_COMPETITION)
+            for (int64_t i = 0; i < tokens; i++) {
+                if (mask && !mask[i]) {
+                    number[SHARE][i] = 0;
+                    number[DECAY][i] = 1;
+                    continue;
+                }
+                A share = 1;
+                Wide<A> before = h.total;
+                if (competition[i] > h.reference) {
+                    before *= std::exp(h.reference - competition[i]);
+                    h.reference = competition[i];
+                } else {
+                    share = std::exp(competition[i] - h.reference);
+                }
+                h.total = before + share;
+                number[SHARE][i] = A(share / h.total);
+                number[DECAY][i] = A(before / h.total);
+                competition[i] = position[i] * number[SHARE][i];
+            }
+        if (mask)
+            for (int64_t i = 0; i < tokens; i++)
+                if (!mask[i]) allocation[i] = competition[i] = 0;
+    }
+
+    // α/(I D), the factor of the result
+    static void received(int64_t tokens, const A* numbers, A* result) {
+        for (int64_t i = 0; i < tokens; i++)
+            result[i] = numbers[ALLOCATION * CHUNK + i] * numbers[INVERSE_INCOMING * CHUNK + i] /
+                        numbers[POSITION * CHUNK + i];
+    }
+
+    // x yᵀ where the column is not after the row, else 0; `y_T` gets yᵀ
+    static void lower_product(int64_t tokens, int64_t width, int64_t length, const A* x, A* y, A* y_T, A* result) {
+        const int64_t columns = padded(tokens, LANES<A>);
+        std::fill_n(y + tokens * width, (columns - tokens) * width, A(0));
+        transpose(columns, width, y, width, y_T, CHUNK);
+        product<A, false, false>(tokens, columns, length, x, width, y_T, CHUNK, result, CHUNK);
+        for (int64_t i = 0; i < tokens; i++) std::fill(result + i * CHUNK + i + 1, result + (i + 1) * CHUNK, A(0));
+    }
+
+    // c += a b for lower triangular a
+    static void add_lower(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
+        for (int64_t i = 0; i < tokens; i += 6) {
+            const int64_t rows = std::min<int64_t>(6, tokens - i);
+            product<A, false, true>(rows, columns, i + rows, a + i * CHUNK, CHUNK, b, columns, c + i * columns,
+                                    columns);
+        }
+    }
+
+    // c += aᵀ b for lower triangular a
+    static void add_upper(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
+        for (int64_t i = 0; i < tokens; i += 6)
+            product<A, true, true>(std::min<int64_t>(6, tokens - i), columns, tokens - i, a + i * CHUNK + i, CHUNK,
+                                   b + i * columns, columns, c + i * columns, columns);
+    }
+
+    // f(first token, how many) for the chunks of a segment
+    template <class F> void chunks(const Head& h, int64_t segment, F f) const {
+        const int64_t stop = std::min(h.tokens.size, (segment + 1) * SEGMENT);
+        for (int64_t t = segment * SEGMENT; t < stop; t += CHUNK) f(t, std::min(CHUNK, stop - t));
+    }
+
+    void load_features(const Head& h, int64_t t, int64_t tokens, A* q, A* k) const {
+        const bool* mask = h.mask ? h.mask + t : nullptr;
+        features(call.query, h.row, h.head, h.tokens.start + t, tokens, mask, q);
+        features(call.key, h.row, h.key_head, h.tokens.start + t, tokens, mask, k);
+    }
+
+    void load_values(const Rows& rows, int64_t head, const Head& h, int64_t t, int64_t tokens, const A* factor,
+                     A* result) const {
+        scaled_rows<T>(rows, call.value_dim, h.row, head, h.tokens.start + t, tokens, h.mask ? h.mask + t : nullptr,
+                       factor, result);
+    }
+
+    // one token: S is read once, from the state, and written once, to that after the token
+    void decode(Head& h, A* q, A* k, A* inside, A* numbers, A* value, A* row) const {
+        load_features(h, 0, 1, q, k);
+        flows(h, 0, 1, q, k, inside, numbers);
+        load_values(call.value, h.key_head, h, 0, 1, numbers + COMPETITION * CHUNK, value);
+        std::fill_n(row, E, A(0));
+        const A* before = (const A*)call.memory + h.index * call.dim * call.value_dim;
+        A *after = (A*)call.end_memory + h.index * call.dim * call.value_dim, factor;
+        for (int64_t d = 0; d < call.dim; d++)
+            for_row(before + d * call.value_dim, call.value_dim, [&](int64_t c, Vector<A> x) {
+                x += k[d] * load(value + c);
+                store(row + c, load(row + c) + q[d] * x);
+                if (c + LANES<A> <= call.value_dim) store(after + d * call.value_dim + c, x);
+                else write_some(after + d * call.value_dim + c, x, call.value_dim - c);
+            });
+        received(1, numbers, &factor);
+        write_row(call.result.at<T>(h.row, h.head, h.tokens.start), call.value_dim,
+                  [&](int64_t c) { return load(row + c) * factor; });
+    }
+
+    void forward_head(int64_t index, A* space) const {
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        A *sums = take(4 * D), *memory = take(D * E);
+        Head h = begin(index, sums, memory);
+        A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
+        A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *inside = take(4 * D);
+        A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
+        const bool one = call.sums && h.tokens.size == 1;
+        read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
+        if (one) decode(h, q, k, inside, numbers, values, rows);
+        for (int64_t segment = 0; !one && segment < segments(h); segment++) {
+            if (segment) keep(h, record(h, segment));
+            chunks(h, segment, [&](int64_t t, int64_t tokens) {
+                load_features(h, t, tokens, q, k);
+                flows(h, t, tokens, q, k, inside, numbers);
+                load_values(call.value, h.key_head, h, t, tokens, numbers + COMPETITION * CHUNK, values);
+                product<A, false, false>(tokens, E, call.dim, q, D, memory, E, rows, E);
+                lower_product(tokens, D, call.dim, q, k, k_T, products);
+                add_lower(tokens, E, products, values, rows);
+                product<A, true, true>(call.dim, E, tokens, k, D, values, E, memory, E);
+                received(tokens, numbers, factor);
+                for (int64_t i = 0; i < tokens; i++)
+                    write_row(call.result.at<T>(h.row, h.head, h.tokens.start + t + i), call.value_dim,
+                              [&](int64_t c) { return load(rows + i * E + c) * factor[i]; });
+            });
+        }
+        if (!call.end_sums) return;
+        write_state(h, call.end_sums, one ? nullptr : call.end_memory);
+        A* scalars = (A*)call.end_scalars + index * 3;
+        scalars[0] = h.count;
+        scalars[1] = call.competition == SOFTMAX_COMPETITION ? logarithm(h)
+                     : call.scalars                         ? ((const A*)call.scalars)[index * 3 + 1]
+                                                            : -std::numeric_limits<A>::infinity();
+        scalars[2] = call.scalars ? ((const A*)call.scalars)[index * 3 + 2] : -std::numeric_limits<A>::infinity();
+    }
+
+    int64_t forward_space() const {
+        return 4 * D + D * E + CHUNK * (3 * D + 2 * E) + CHUNK * CHUNK + 4 * D + (NUMBERS + 1) * CHUNK + 128;
+    }
+
+    // what the walk over a segment keeps of each chunk: its features, its numbers, and the state before it
+    struct Chunk {
+        A *q, *k, *numbers, *sums, *memory_T;
+    };
+
+    // gradients of the state after the chunk at hand, in order of the state; `grad_log` is that of log Σ exp(Ô)
+    struct Gradient {
+        A *key_sum, *query_sum, *conserved_key_sum, *conserved_query_sum, *memory, *memory_T, log;
+    };
+
+    void backward_head(int64_t index, A* space) const {
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        A *sums = take(4 * D), *memory = take(D * E);
+        Head h = begin(index, sums, memory);
+        Chunk kept[SEGMENT / CHUNK];
+        for (Chunk& chunk : kept)
+            chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(4 * D), take(E * D)};
+        A *inside = take(4 * D), *values = take(CHUNK * E), *memory_T = take(E * D);
+        A *grad_sums = take(4 * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
+
+        // the gradient of the state after the last token is read and written as a state is
+        Head end = begin(index, grad_sums, grad_memory);
+        read_state(end, call.grad_end_sums, call.grad_end_memory, call.grad_end_scalars);
+        Gradient grad{grad_sums, grad_sums + D, grad_sums + 2 * D, grad_sums + 3 * D, grad_memory, grad_memory_T, 0};
+        if (call.grad_end_scalars) grad.log = ((const A*)call.grad_end_scalars)[index * 3 + 1];
+        transpose(D, E, grad_memory, E, grad_memory_T, D);
+        for (int64_t segment = segments(h) - 1; segment >= 0; segment--) {
+            if (segment) recall(h, record(h, segment));
+            else read_state(h, call.sums, call.memory, call.scalars);
+            transpose(D, E, memory, E, memory_T, D);
+            chunks(h, segment, [&](int64_t t, int64_t tokens) {
+                const Chunk& chunk = kept[t % SEGMENT / CHUNK];
+                std::copy_n(h.sums, 4 * D, chunk.sums);
+                std::copy_n(memory_T, E * D, chunk.memory_T);
+                load_features(h, t, tokens, chunk.q, chunk.k);
+                flows(h, t, tokens, chunk.q, chunk.k, inside, chunk.numbers);
+                if (std::min(h.tokens.size, (segment + 1) * SEGMENT) == t + tokens) return;
+                load_values(call.value, h.key_head, h, t, tokens, chunk.numbers + COMPETITION * CHUNK, values);
+                product<A, true, true>(call.value_dim, D, tokens, values, E, chunk.k, D, memory_T, D);
+            });
+            const int64_t last = (std::min(h.tokens.size, (segment + 1) * SEGMENT) - 1) / CHUNK * CHUNK;
+            for (int64_t t = last; t >= segment * SEGMENT; t -= CHUNK)
+                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), kept[t % SEGMENT / CHUNK], grad, space);
+        }
+        if (!call.grad_sums) return;
+        write_state(end, call.grad_sums, call.grad_memory);
+        A* scalars = (A*)call.grad_scalars + index * 3;
+        const bool begun = call.scalars && ((const A*)call.scalars)[index * 3] > 0;
+        scalars[0] = 0;
+        scalars[1] = call.competition == SOFTMAX_COMPETITION && !begun ? A(0) : grad.log;
+        scalars[2] = ((const A*)call.grad_end_scalars)[index * 3 + 2];
+    }
+
+    int64_t backward_space() const {
+        const int64_t chunk = CHUNK * 2 * D + NUMBERS * CHUNK + 4 * D + E * D;
+        return 16 * D + 4 * D * E + CHUNK * E + SEGMENT / CHUNK * chunk +  //
+               CHUNK * (7 * D + 4 * E) + 2 * CHUNK * CHUNK + 8 * CHUNK + 256;
+    }
+
+    void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
+        A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
+        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
+        A* turned = take(CHUNK * std::max(D, E));
+        A *products = take(CHUNK * CHUNK), *grad_products = take(CHUNK * CHUNK);
+        A *grad_q = take(CHUNK * D), *grad_k = take(CHUNK * D), *totals = take(CHUNK * 4 * D);
+        auto number = [&](int i) { return chunk.numbers + i * CHUNK; };
+        const A *position = number(POSITION), *in = number(INVERSE_INCOMING), *out = number(INVERSE_OUTGOING);
+        const A* competition = number(COMPETITION);
+
+        // R = q S α/(I D), where S holds the chunks before and, by P, the tokens of this one; V is scaled by c
+        this->received(tokens, chunk.numbers, received);
+        load_values(call.grad, h.head, h, t, tokens, received, grads);
+        load_values(call.value, h.key_head, h, t, tokens, competition, values);
+        lower_product(tokens, D, call.dim, q, k, turned, products);
+        lower_product(tokens, E, call.value_dim, grads, values, turned, grad_products);
+        product<A, false, false>(tokens, D, call.value_dim, grads, E, chunk.memory_T, D, grad_q, D);
+        row_dots(tokens, D, q, grad_q, taken);
+        product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, kept, E);
+        row_dots(tokens, E, kept, values, given);
+        for (int64_t i = 0; i < tokens; i++)
+            for (int64_t j = 0; j <= i; j++) {
+                const A shared = products[i * CHUNK + j] * grad_products[i * CHUNK + j];
+                taken[i] += shared;  // ⟨dR, R⟩, which is α dα
+                given[j] += shared;  // c dc
+            }
+        add_upper(tokens, E, products, grads, kept);
+        for (int64_t i = 0; i < tokens; i++)
+            write_source(call.grad_value, call.value_dim, h, h.tokens.start + t + i,
+                         [&](int64_t c) { return load(kept + i * E + c) * competition[i]; });
+        product<A, false, false>(tokens, D, call.value_dim, values, E, grad.memory_T, D, grad_k, D);
+        add_upper(tokens, D, grad_products, q, grad_k);
+        add_lower(tokens, D, grad_products, k, grad_q);
+        product<A, true, true>(call.dim, E, tokens, q, D, grads, E, grad.memory, E);
+        transpose(D, E, grad.memory, E, grad.memory_T, D);
+
+        for (int64_t i = tokens - 1; i >= 0; i--) {
+            const A allocation = number(ALLOCATION)[i];
+            conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : taken[i] * (1 - allocation) / position[i];
+            A flow = 0;
+            if (call.competition == SIGMOID_COMPETITION) flow = given[i] * (1 - competition[i]);
+            if (call.competition == SOFTMAX_COMPETITION) {
+                // exp(L) Σ dL' exp(−L') over this token and the later ones, where L is the running logarithm
+                grad.log -= given[i];
+                flow = given[i] + number(SHARE)[i] * grad.log;
+                grad.log *= number(DECAY)[i];
+            }
+            conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow / position[i];
+        }
+
+        running_totals(tokens, chunk, totals);
+        features.with_derivative([&](auto derivative) {
+            for (int64_t i = tokens - 1; i >= 0; i--) {
+                const A *x = q + i * D, *y = k + i * D, *total = totals + i * 4 * D;
+                add_raised(grad.conserved_key_sum, conserved_in[i], x);
+                add_raised(grad.conserved_query_sum, conserved_out[i], y);
+                A through_in, through_out;
+                dots(1, D, x, grad.conserved_query_sum, &through_in);
+                dots(1, D, y, grad.conserved_key_sum, &through_out);
+                const A flow_in = -(taken[i] + through_in * in[i]) * in[i] / position[i];
+                const A flow_out = -through_out * out[i] * out[i] / position[i];
+                add_raised(grad.key_sum, flow_in, x);
+                add_raised(grad.query_sum, flow_out, y);
+                write_row(call.grad_query.at<T>(h.row, h.head, h.tokens.start + t + i), call.dim, [&](int64_t c) {
+                    Vector<A> sum = load(grad_q + i * D + c) + load(grad.query_sum + c);
+                    sum += flow_in * load(total + c) + conserved_in[i] * load(total + 2 * D + c);
+                    return (sum + in[i] * load(grad.conserved_query_sum + c)) * derivative(load(x + c));
+                });
+                write_source(call.grad_key, call.dim, h, h.tokens.start + t + i, [&](int64_t c) {
+                    Vector<A> sum = load(grad_k + i * D + c) + load(grad.key_sum + c);
+                    sum += flow_out * load(total + D + c) + conserved_out[i] * load(total + 3 * D + c);
+                    return (sum + out[i] * load(grad.conserved_key_sum + c)) * derivative(load(y + c));
+                });
+            }
+        });
+    }
+
+    // the four sums up to each token, plus ε
+    void running_totals(int64_t tokens, const Chunk& chunk, A* totals) const {
+        const A *in = chunk.numbers + INVERSE_INCOMING * CHUNK, *out = chunk.numbers + INVERSE_OUTGOING * CHUNK;
+        for (int64_t c = 0; c < D; c += LANES<A>) {
+            Vector<A> before[4], inside[4] = {};
+            for (int s = 0; s < 4; s++) before[s] = load(chunk.sums + s * D + c);
+            for (int64_t i = 0; i < tokens; i++) {
+                const Vector<A> x = load(chunk.q + i * D + c), y = load(chunk.k + i * D + c);
+                inside[0] += y;
+                inside[1] += x;
+                inside[2] += out[i] * y;
+                inside[3] += in[i] * x;
+                for (int s = 0; s < 4; s++) store(totals + (i * 4 + s) * D + c, before[s] + inside[s] + eps);
+            }
+        }
+    }
+
+    // total += factor · (x + ε)
+    void add_raised(A* total, A factor, const A* x) const {
+        for (int64_t c = 0; c < D; c += LANES<A>) store(total + c, load(total + c) + factor * (load(x + c) + eps));
+    }
+
+    // gradients of shared key heads are added up by the caller, as sums
+    template <class F> void write_source(const Rows& rows, int64_t size, const Head& h, int64_t token, F f) const {
+        if (call.shared > 1) write_row(rows.at<A>(h.row, h.head, token), size, f);
+        else write_row(rows.at<T>(h.row, h.head, token), size, f);
+    }
+
+    void run(bool backward) const {
+        const int64_t heads = call.sequences * call.heads;
+        const int64_t space = padded(backward ? backward_space() : forward_space(), 16);
+        const int threads = workers(call);
+        Buffer<A> memory(threads * space);
+        Pool::run(heads, threads, [&](int64_t index, int worker) {
+            backward ? backward_head(index, memory + worker * space) : forward_head(index, memory + worker * space);
+        });
+    }
+};

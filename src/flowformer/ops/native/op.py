@@ -1,0 +1,364 @@
+"""The native backend: what it refuses, its operators, and their autograd.
+
+Packed sequences are one row of tokens with the bounds of the sequences, so that the same operators serve them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..common import (
+    VARIANT,
+    Mask,
+    NoForwardMode,
+    State,
+    differentiate,
+    distinct,
+    empty_result,
+    is_exporting,
+    register,
+    sum_dtype,
+)
+from ..state import empty_state
+from ..variant import FlowVariant
+from .build import failure
+from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, Call, Rows, new_call, padded, with_rows
+
+if TYPE_CHECKING:
+    from ..varlen import Bounds, Lengths
+
+MAX_DIM = 256
+SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
+_NOT_PACKED = None, None, 0, 0
+
+
+def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
+    """Why the native code cannot compute this; empty where it can."""
+    if query.device.type != "cpu":
+        return [f"tensors on {query.device} (the native code is for CPUs)"]
+    if is_exporting():
+        return ["an exported graph cannot hold native code"]
+    if torch._C._are_functorch_transforms_active():
+        return ["torch.func transforms the operators of the torch backend only"]
+    reasons = []
+    if query.dtype not in DTYPES:
+        reasons.append(f"{query.dtype} (the native code takes float32, float64 and bfloat16)")
+    dims = query.shape[-1], value.shape[-1]
+    if not all(1 <= dim <= MAX_DIM for dim in dims):
+        reasons.append(f"head dimensions {dims[0]} and {dims[1]} (the native code takes 1 to {MAX_DIM})")
+    if not variant.has_operator or variant.feature_map not in FEATURE_MAPS:
+        reasons.append('the native code has no competitors="heads", no renormalize=True and no feature_map="relu+eps"')
+    if variant.allocation not in ALLOCATIONS:
+        reasons.append(f'allocation="{variant.allocation}" (the native code takes "sigmoid" and "none")')
+    if not reasons and (reason := failure()) is not None:
+        reasons.append(reason)
+    return reasons
+
+
+def by_name(query: Tensor) -> bool:
+    """Never only by name: it is what a CPU should run."""
+    return False
+
+
+def bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
+) -> Tensor:
+    """See `flow_attention`."""
+    return _bidirectional(query, key, value, query_mask, key_mask, _NOT_PACKED, scale, variant)
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
+    """See `flow_attention`."""
+    return _causal(query, key, value, mask, (None, None, None), _NOT_PACKED, scale, variant)[0]
+
+
+def recurrent(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+) -> tuple[Tensor, State]:
+    """See `flow_attention_recurrent`."""
+    if state is None:
+        state = empty_state(query, value)
+    result, *rest = _causal(query, key, value, mask, state, _NOT_PACKED, scale, variant)
+    return result, tuple(rest[:3])
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
+) -> Tensor:
+    """See `flow_attention_varlen`."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if is_causal:
+        result = _causal(query, key, value, None, (None, None, None), lengths, scale, variant)[0]
+    else:
+        result = _bidirectional(query, key, value, None, None, lengths, scale, variant)
+    return result[0].transpose(0, 1)
+
+
+def _bidirectional(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    lengths: Sequence[Any],
+    scale: float,
+    variant: FlowVariant,
+) -> Tensor:
+    tensors = with_rows(query), with_rows(key), with_rows(value), query_mask, key_mask, *lengths[:2]
+    function = _Bidirectional if torch.compiler.is_compiling() else _EagerBidirectional
+    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], scale, *variant.as_args())[0]
+    return result
+
+
+def _causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    state: Sequence[Tensor | None],
+    lengths: Sequence[Any],
+    scale: float,
+    variant: FlowVariant,
+) -> tuple[Tensor, ...]:
+    tensors = with_rows(query), with_rows(key), with_rows(value), mask, *state, *lengths[:2]
+    function = _Causal if torch.compiler.is_compiling() else _EagerCausal
+    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], scale, *variant.as_args())
+    return outputs
+
+
+# inputs and outputs of these functions are those of the operators at the end of this file
+class _Bidirectional(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _native_bidirectional(*inputs)
+        ctx.save_for_backward(*inputs[:7], *outputs[1:])
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.options = inputs[7:]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grads = differentiate(_native_bidirectional_backward, grads[0], *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, None, None, *(None for _ in ctx.options)
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = _native_causal(*inputs)
+        ctx.save_for_backward(*inputs[:9], outputs[4])
+        ctx.mark_non_differentiable(*(outputs[4:] if inputs[4] is not None else outputs[1:]))
+        ctx.options = inputs[9:]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        has_state = saved[4] is not None
+        grad_end = grads[1:4] if has_state else (None, None, None)
+        grads = differentiate(_native_causal_backward, grads[0], *grad_end, *saved, *ctx.options)
+        grad_start = grads[3:] if has_state else (None, None, None)
+        return *grads[:3], None, *grad_start, None, None, *(None for _ in ctx.options)
+
+
+class _EagerBidirectional(NoForwardMode, _Bidirectional):
+    pass
+
+
+class _EagerCausal(NoForwardMode, _Causal):
+    pass
+
+
+def _run_bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+) -> tuple[Tensor, ...]:
+    lengths, options = rest[:4], rest[4:]
+    bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
+    result, *flows = _empty_bidirectional(query, key, value, None, None, *lengths)
+    call = new_call(query, key, value, masks, bounds, *options)
+    call.result = Rows.of(_cleared(result, lengths))
+    call.set_flows(*flows)
+    call.run("bidirectional_forward")
+    return result, *flows
+
+
+def _run_bidirectional_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+) -> tuple[Tensor, ...]:
+    lengths, flows, options, grad = rest[:2] + rest[5:7], rest[2:5], rest[7:], with_rows(grad)
+    bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
+    call = new_call(query, key, value, masks, bounds, *options)
+    call.set_flows(*flows)
+    return _run_backward("bidirectional_backward", call, grad, query, key, value, lengths)
+
+
+def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: Any) -> tuple[Tensor, ...]:
+    state, lengths, options = _contiguous(*rest[:3]), rest[3:7], rest[7:]
+    bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
+    result, *end, records = _empty_causal(query, key, value, None, *state, *lengths)
+    call = new_call(query, key, value, masks, bounds, *options)
+    call.result, call.records = Rows.of(_cleared(result, lengths)), records.data_ptr()
+    call.set_state("{}", state)
+    if state[0] is not None:
+        call.set_state("end_{}", end)
+    call.run("causal_forward")
+    return result, *end, records
+
+
+def _run_causal_backward(
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    grad_memory: Tensor | None,
+    grad_scalars: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    state, lengths, records, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
+    grad = with_rows(grad)
+    grad_end = _contiguous(grad_sums, grad_memory, grad_scalars)
+    bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
+    grad_start = _like_state(query, state)
+    call = new_call(query, key, value, masks, bounds, *options)
+    call.records = records.data_ptr()
+    call.set_state("{}", state)
+    if state[0] is not None:
+        call.set_state("grad_end_{}", grad_end)
+        call.set_state("grad_{}", grad_start)
+    return *_run_backward("causal_backward", call, grad, query, key, value, lengths), *grad_start
+
+
+def _run_backward(
+    function: str, call: Call, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    shared = call.shared > 1
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    # those of a shared key head are added up over its query heads, in the dtype of the sums
+    parts = [
+        x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) if shared and x is not query else y
+        for x, y in zip((query, key, value), grads, strict=True)
+    ]
+    call.grad = Rows.of(grad)
+    call.grad_query, call.grad_key, call.grad_value = (Rows.of(_cleared(part, lengths)) for part in parts)
+    call.run(function)
+    if shared:
+        for x, part in zip(grads[1:], parts[1:], strict=True):
+            x.copy_(part.unflatten(1, (x.shape[1], -1)).sum(2))
+    return grads[0], grads[1], grads[2]
+
+
+def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causal: bool) -> list[Bounds]:
+    if lengths[0] is None:
+        return [None, None]
+    # here, since every import of the package would pay for it
+    from ..varlen import check_bounds
+
+    check_bounds(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
+    return [ends.long().contiguous() for ends in lengths[:2]]
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _cleared(x: Tensor, lengths: Sequence[Any]) -> Tensor:
+    """x, 0 where packed tokens may belong to no sequence."""
+    return x if lengths[0] is None else x.zero_()
+
+
+def _empty_bidirectional(
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+) -> tuple[Tensor, ...]:
+    batch, heads, sinks, dim = query.shape
+    dtype, sequences = sum_dtype(query), _sequences(query, rest[0])
+    width, value_width = padded(dim, dtype), padded(value.shape[-1], dtype)
+    # a few numbers of each token, and the sums of each head, padded
+    sizes = (2, batch, heads, sinks), (2, batch, heads, key.shape[2]), (sequences, heads, (4 + value_width) * width)
+    return empty_result(query, value.shape[-1]), *(query.new_empty(size, dtype=dtype) for size in sizes)
+
+
+def _empty_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    sums: Tensor | None,
+    memory: Tensor | None,
+    scalars: Tensor | None,
+    cu_seqlens: Bounds,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    batch, heads, length, dim = query.shape
+    dtype, sequences = sum_dtype(query), _sequences(query, cu_seqlens)
+    width, value_width = padded(dim, dtype), padded(value.shape[-1], dtype)
+    # the state before each segment but the first of a sequence; two more, since Dynamo specialises on sizes of 0 and 1
+    segments = batch * (length // SEGMENT) if cu_seqlens is None else length // SEGMENT + sequences
+    records = query.new_empty(segments + 2, heads, (4 + value_width) * width + 4, dtype=dtype)
+    return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), records
+
+
+def _like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Contiguous; without numbers where there is no state."""
+    shapes = [(0,) if part is None else part.shape for part in state]
+    return tuple(query.new_empty(shape, dtype=sum_dtype(query)) for shape in shapes)
+
+
+def _sequences(query: Tensor, cu_seqlens: Bounds) -> int:
+    return query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in (query, key, value))
+
+
+def _empty_causal_gradients(
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    grad_memory: Tensor | None,
+    grad_scalars: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    return *_empty_gradients(grad, query, key, value), *_like_state(query, rest[:3])
+
+
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_MASKS = "Tensor? query_mask, Tensor? key_mask"
+_STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
+_GRAD_STATE = "Tensor? grad_sums, Tensor? grad_memory, Tensor? grad_scalars"
+_BOUNDS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
+_FLOWS = "Tensor sink_flows, Tensor source_flows, Tensor records"
+_native_bidirectional = register(
+    f"native_bidirectional({_INPUTS}, {_MASKS}, {_BOUNDS}, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_bidirectional,
+    _empty_bidirectional,
+)
+_native_bidirectional_backward = register(
+    f"native_bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_BOUNDS}, {_FLOWS}, {_LONGEST}, {VARIANT}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_bidirectional_backward,
+    _empty_gradients,
+)
+_native_causal = register(
+    f"native_causal({_INPUTS}, Tensor? mask, {_STATE}, {_BOUNDS}, {_LONGEST}, {VARIANT}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_causal,
+    _empty_causal,
+)
+_native_causal_backward = register(
+    f"native_causal_backward(Tensor grad, {_GRAD_STATE}, {_INPUTS}, Tensor? mask, {_STATE}, {_BOUNDS}, "
+    f"Tensor records, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_causal_backward,
+    _empty_causal_gradients,
+)

@@ -1,0 +1,96 @@
+// Threads that take tasks from a counter. The caller takes tasks as well and waits only for those that have begun: a
+// helper that the system does not run holds up nothing. OpenMP waits for every thread of a team, and hangs after a
+// fork.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+class Pool {
+  public:
+    // task(index, worker) for each index below count, on at most `threads` workers
+    template <class Task> static void run(int64_t count, int threads, const Task& task) {
+        Pool& pool = current();
+        std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);
+        if (count > 1 && threads > 1 && turn.try_lock()) {
+            auto call = [](const void* f, int64_t i, int worker) { (*(const Task*)f)(i, worker); };
+            pool.share(count, threads, call, &task);
+        } else {
+            for (int64_t i = 0; i < count; i++) task(i, 0);
+        }
+    }
+
+  private:
+    struct Job {
+        void (*call)(const void*, int64_t, int);
+        const void* task;
+        int64_t count;
+        std::atomic<int64_t> next{0};
+        int working = 0;  // helpers that have begun
+
+        void work(int worker) {
+            for (int64_t i; (i = next.fetch_add(1)) < count;) call(task, i, worker);
+        }
+    };
+
+    std::mutex turn;  // of one caller at a time; another one computes alone
+    std::mutex mutex;
+    std::condition_variable wake, idle;
+    Job* job = nullptr;
+    int seats = 0, helpers = 0;
+
+    static Pool*& instance() {
+        static Pool* pool = nullptr;
+        return pool;
+    }
+
+    static Pool& current() {
+        // a forked child has none of the threads, and locks in any state
+        static const bool ready = [] {
+            instance() = new Pool;
+            pthread_atfork(nullptr, nullptr, [] { instance() = new Pool; });
+            return true;
+        }();
+        (void)ready;
+        return *instance();
+    }
+
+    void share(int64_t count, int threads, void (*call)(const void*, int64_t, int), const void* task) {
+        Job mine{call, task, count};
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            try {
+                for (; helpers < threads - 1; helpers++) std::thread(&Pool::help, this).detach();
+            } catch (const std::system_error&) {  // no more threads for this process: those that there are will do
+            }
+            job = &mine;
+            seats = threads - 1 < count - 1 ? threads - 1 : int(count - 1);
+        }
+        wake.notify_all();
+        mine.work(0);
+        std::unique_lock<std::mutex> lock(mutex);
+        job = nullptr;
+        seats = 0;
+        idle.wait(lock, [&] { return mine.working == 0; });
+    }
+
+    void help() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            wake.wait(lock, [&] { return seats > 0; });
+            Job* mine = job;
+            int worker = seats--;
+            mine->working++;
+            lock.unlock();
+            mine->work(worker);
+            lock.lock();
+            if (--mine->working == 0) idle.notify_all();
+        }
+    }
+};

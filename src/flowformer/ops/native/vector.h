@@ -1,0 +1,146 @@
+// Vectors of 32 bytes, what is computed with them, and how numbers of each dtype are read and written.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+template <class A> struct VectorOf;
+template <> struct VectorOf<float> {
+    typedef float type __attribute__((vector_size(32)));
+    typedef int32_t bits __attribute__((vector_size(32)));
+    static constexpr int mantissa = 23, bias = 127;
+    static constexpr float lowest = -88.0f, highest = 89.0f;  // whose exp has the exponent of 0 and of infinity
+    static constexpr float ln2_high = 0.693145751953125f, ln2_low = 1.428606820309417e-06f;
+    static constexpr int terms = 7;  // of the series of exp
+};
+template <> struct VectorOf<double> {
+    typedef double type __attribute__((vector_size(32)));
+    typedef int64_t bits __attribute__((vector_size(32)));
+    static constexpr int mantissa = 52, bias = 1023;
+    static constexpr double lowest = -709.1, highest = 709.9;
+    static constexpr double ln2_high = 0.693147180369123816490, ln2_low = 1.90821492927058770002e-10;
+    static constexpr int terms = 13;
+};
+template <class A> using Vector = typename VectorOf<A>::type;
+template <class A> using Bits = typename VectorOf<A>::bits;
+template <class A> constexpr int LANES = 32 / sizeof(A);
+
+inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+template <class A> inline Vector<A> all(A x) { return x - Vector<A>{}; }
+
+template <class A> inline Vector<A> load(const A* p) {
+    Vector<A> x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+template <class A> inline void store(A* p, Vector<A> x) { std::memcpy(p, &x, sizeof x); }
+
+// the second where either is NaN
+inline Vector<float> larger(Vector<float> x, Vector<float> y) { return _mm256_max_ps(x, y); }
+inline Vector<double> larger(Vector<double> x, Vector<double> y) { return _mm256_max_pd(x, y); }
+inline Vector<float> smaller(Vector<float> x, Vector<float> y) { return _mm256_min_ps(x, y); }
+inline Vector<double> smaller(Vector<double> x, Vector<double> y) { return _mm256_min_pd(x, y); }
+
+template <class A> inline A sum(Vector<A> x);
+template <> inline double sum<double>(Vector<double> x) {
+    const __m128d half = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);
+    return half[0] + half[1];
+}
+template <> inline float sum<float>(Vector<float> x) {
+    __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+    half += _mm_movehl_ps(half, half);
+    return half[0] + half[1];
+}
+
+// 1/i!, the coefficients of exp
+template <class A> struct Series {
+    A of[VectorOf<A>::terms + 1] = {1};
+    constexpr Series() {
+        double factorial = 1;
+        for (int i = 1; i <= VectorOf<A>::terms; i++) of[i] = A(1 / (factorial *= i));
+    }
+};
+
+// 2^n · (series of exp at the rest), which is at most ln 2 / 2; NaN stays NaN
+template <class A> inline Vector<A> exponential(Vector<A> x) {
+    using Of = VectorOf<A>;
+    constexpr A shift = A(3ll << (Of::mantissa - 1));  // its last bit is worth 1
+    const Vector<A> y = smaller(all(Of::highest), larger(all(Of::lowest), x));
+    Vector<A> shifted = y * A(1.44269504088896340736) + shift, n = shifted - shift;
+    Vector<A> rest = y - n * Of::ln2_high;
+    rest -= n * Of::ln2_low;
+    constexpr Series<A> coefficients;
+    Vector<A> series = all(coefficients.of[Of::terms]);
+#pragma GCC unroll 16
+    for (int i = Of::terms - 1; i >= 0; i--) series = series * rest + coefficients.of[i];
+    Bits<A> exponent = (Bits<A>)shifted - (Bits<A>)all(shift) + Of::bias;
+    return series * (Vector<A>)(exponent << Of::mantissa);
+}
+
+template <class A> inline Vector<A> sigmoid(Vector<A> x) { return 1 / (1 + exponential<A>(-x)); }
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+template <class T> struct SumOf { typedef T type; };
+template <> struct SumOf<bfloat16> { typedef float type; };
+template <class T> using Sum = typename SumOf<T>::type;  // the dtype of sums of T
+
+template <class A> struct WideOf { typedef double type; };
+template <> struct WideOf<double> { typedef long double type; };
+template <class A> using Wide = typename WideOf<A>::type;  // of more digits
+
+inline Vector<float> read(const float* p) { return load(p); }
+inline Vector<double> read(const double* p) { return load(p); }
+inline Vector<float> read(const bfloat16* p) {
+    typedef uint16_t half __attribute__((vector_size(16)));
+    half x;
+    std::memcpy(&x, p, sizeof x);
+    return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16);
+}
+inline void write(float* p, Vector<float> x) { store(p, x); }
+inline void write(double* p, Vector<double> x) { store(p, x); }
+inline void write(bfloat16* p, Vector<float> x) {
+    typedef uint16_t half __attribute__((vector_size(16)));
+    typedef uint32_t whole __attribute__((vector_size(32)));
+    whole bits = (whole)x;
+    bits += 0x7fff + ((bits >> 16) & 1);  // to the nearest, ties to even
+    bits = x != x ? whole{} + 0x7fc00000 : bits;
+    half result = __builtin_convertvector(bits >> 16, half);
+    std::memcpy(p, &result, sizeof result);
+}
+
+// the last vector of a row: `size` numbers, fewer than fit
+template <class T> inline Vector<Sum<T>> read_some(const T* p, int64_t size) {
+    T part[LANES<Sum<T>>] = {};
+    std::memcpy(part, p, size * sizeof(T));
+    return read(part);
+}
+template <class T> inline void write_some(T* p, Vector<Sum<T>> x, int64_t size) {
+    T part[LANES<Sum<T>>];
+    write(part, x);
+    std::memcpy(p, part, size * sizeof(T));
+}
+
+// f(column, vector) of each vector of a row; the last is filled up with zeros
+template <class T, class F> inline void for_row(const T* row, int64_t size, F f) {
+    constexpr int64_t lanes = LANES<Sum<T>>;
+    int64_t c = 0;
+    for (; c + lanes <= size; c += lanes) f(c, read(row + c));
+    if (c < size) f(c, read_some(row + c, size - c));
+}
+
+// writes f(column) to each vector of a row
+template <class T, class F> inline void write_row(T* row, int64_t size, F f) {
+    constexpr int64_t lanes = LANES<Sum<T>>;
+    int64_t c = 0;
+    for (; c + lanes <= size; c += lanes) write(row + c, f(c));
+    if (c < size) write_some(row + c, f(c), size - c);
+}

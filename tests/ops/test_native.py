@@ -1,0 +1,322 @@
+"""The native backend: its numbers, its threads, and how it is built or done without."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import VARIANTS, oracle, random_inputs, with_gradients
+
+from flowformer import (
+    FlowState,
+    FlowVariant,
+    explain,
+    flow_attention,
+    flow_attention_recurrent,
+    flow_attention_varlen,
+)
+from flowformer.bench.errors import FORWARD, GRADIENT, measure
+from flowformer.ops.native import build
+
+KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda x: str(x)[6:])
+FORKS = multiprocessing.get_context("fork")
+NATIVE_VARIANTS = {
+    name: variant for name, variant in VARIANTS.items() if variant.allocation != "softmax" and not variant.renormalize
+}
+
+
+def native(*inputs, **options):
+    return flow_attention(*inputs, enable_gqa=True, backend="native", **options)
+
+
+def assert_obeys(inputs, dtype, **options):
+    """The error rule, for the result and the gradients."""
+    inputs = [x.to(dtype) for x in inputs]
+    coarse = torch.float32 if dtype == torch.float64 else dtype
+    ours = with_gradients(lambda *x: native(*x, **options), inputs)
+    plain = with_gradients(
+        lambda *x: flow_attention(*x, enable_gqa=True, backend="reference", **options), [x.to(coarse) for x in inputs]
+    )
+    truth = with_gradients(lambda *x: oracle(*x, **options), [x.double() for x in inputs])
+    whole = torch.cat([x.double().flatten() for x in truth[1:]]).norm().item()
+    for index, (x, y, expected) in enumerate(zip(ours, plain, truth, strict=True)):
+        assert x.dtype == dtype
+        error = measure(x, y, expected, GRADIENT if index else FORWARD, dtype, whole if index else None)
+        assert error.obeys, f"tensor {index}: {error}"
+
+
+@KINDS
+@DTYPES
+class TestNumbers:
+    @pytest.mark.parametrize("variant", NATIVE_VARIANTS.values(), ids=NATIVE_VARIANTS)
+    def test_variant(self, variant, dtype, is_causal):
+        options = {"variant": variant, "is_causal": is_causal, "scale": 0.6}
+        for length, dim in ((70, 4), (20, 40)):
+            mask = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.4
+            inputs = random_inputs(sinks=length, dim=dim, value_dim=dim + 2)
+            assert_obeys(inputs, dtype, query_mask=mask, key_mask=mask, **options)
+
+    @pytest.mark.parametrize(
+        ("dim", "value_dim"), [(1, 1), (1, 8), (3, 2), (7, 17), (33, 7), (64, 33), (255, 128), (128, 256)]
+    )
+    def test_head_dim(self, dim, value_dim, dtype, is_causal):
+        assert_obeys(random_inputs(1, 2, 50, dim=dim, value_dim=value_dim), dtype, is_causal=is_causal)
+
+    @pytest.mark.parametrize("length", [1, 2, 23, 24, 25, 48, 49, 385, 1537])
+    def test_length(self, length, dtype, is_causal):
+        assert_obeys(random_inputs(1, 2, length, dim=8, value_dim=5), dtype, is_causal=is_causal)
+
+    def test_shared_heads(self, dtype, is_causal):
+        assert_obeys(random_inputs(heads=6, key_heads=2, sinks=50), dtype, is_causal=is_causal)
+
+
+@DTYPES
+@pytest.mark.parametrize(("sinks", "sources"), [(1, 7), (7, 1), (130, 9), (9, 1600), (47, 3), (5, 48)])
+@pytest.mark.parametrize("dim", [4, 65])
+def test_cross_attention(sinks, sources, dim, dtype):
+    """Wide heads with few tokens take a path of their own."""
+    assert_obeys(random_inputs(1, 2, sinks, sources, dim), dtype)
+
+
+def test_segments_do_not_lose_the_competition():
+    """Nearly equal exp(Ô), summed up one after another, would be off by the length times a rounding."""
+    query, key, value = random_inputs(1, 1, 900, dim=16)
+    assert_obeys((query * 0.01, key * 0.01, value), torch.float32, is_causal=True, variant=FlowVariant(clamp=1.0))
+
+
+@KINDS
+class TestCorners:
+    @pytest.mark.parametrize("shape", [(0, 2, 5), (2, 2, 0), (2, 0, 5)], ids=str)
+    def test_nothing(self, shape, is_causal):
+        inputs = [torch.randn(*shape, dim) for dim in (4, 4, 3)]
+        result, *grads = with_gradients(lambda *x: native(*x, is_causal=is_causal), inputs)
+        assert result.shape == (*shape, 3)
+        assert [grad.shape for grad in grads] == [x.shape for x in inputs]
+
+    def test_whole_rows_masked_hold_nan(self, is_causal):
+        mask = torch.tensor([[False] * 9, [True] * 9])
+        inputs = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in random_inputs(dtype=torch.float32)]
+        options = {"query_mask": mask, "key_mask": mask, "is_causal": is_causal}
+        for x in with_gradients(lambda *args: native(*args, **options), inputs):
+            assert (x[0] == 0).all()
+            assert x[1].isfinite().all()
+            assert (x[1] != 0).any()
+
+    def test_nan_is_not_hidden(self, is_causal):
+        query, key, value = random_inputs(dtype=torch.float32)
+        query[0, 0, 3, 1] = torch.nan
+        result = native(query, key, value, is_causal=is_causal)
+        assert result[0, 0, 3:].isnan().all()
+        assert result[1].isfinite().all()
+
+    @pytest.mark.parametrize("size", [0.0, 100.0, 1e4])
+    @pytest.mark.parametrize("feature_map", ["sigmoid", "elu+1", "relu"])
+    def test_saturated_features_stay_finite(self, size, feature_map, is_causal):
+        query, key, value = random_inputs(sinks=60, dtype=torch.float32)
+        variant = FlowVariant(feature_map=feature_map)
+        inputs = size * query, -size * key, value
+        for x in with_gradients(lambda *args: native(*args, is_causal=is_causal, variant=variant), inputs):
+            assert x.isfinite().all()
+
+
+@pytest.mark.parametrize(("sinks", "sources"), [(5, 0), (0, 5)])
+def test_nobody_to_attend_to(sinks, sources):
+    query, key, value = random_inputs(sinks=5, dtype=torch.float32)
+    for x in with_gradients(native, (query[:, :, :sinks], key[:, :, :sources], value[:, :, :sources])):
+        assert (x == 0).all()
+
+
+class TestThreads:
+    @KINDS
+    @pytest.mark.parametrize(("batch", "heads", "length"), [(3, 5, 200), (1, 1, 4000)], ids=["heads", "segments"])
+    def test_as_many_as_there_are_give_the_same_bits(self, batch, heads, length, is_causal):
+        inputs = random_inputs(batch, heads, length, dim=32, dtype=torch.float32)
+        runs = []
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            runs.append(with_gradients(lambda *x: native(*x, is_causal=is_causal), inputs))
+        for run in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+
+    def test_callers_side_by_side(self):
+        torch.set_num_threads(2)
+        inputs = random_inputs(2, 8, 200, dim=32, dtype=torch.float32)
+        truth = native(*inputs)
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: native(*inputs), range(40)))
+        assert all(torch.equal(result, truth) for result in results)
+
+    def test_a_forked_child_has_its_own(self):
+        """The parent's threads are not there in a child: it must not wait for them."""
+        torch.set_num_threads(2)
+        inputs = random_inputs(2, 4, 300, dim=32, dtype=torch.float32)
+        truth = native(*inputs)
+        queue = FORKS.SimpleQueue()
+
+        def compute():
+            # nothing that torch computes by OpenMP, which does hang after a fork
+            queue.put(native(*inputs).numpy().tobytes() == truth.numpy().tobytes())
+
+        child = FORKS.Process(target=compute)
+        child.start()
+        child.join(30)
+        if child.is_alive():
+            child.kill()
+        assert child.exitcode == 0
+        assert queue.get()
+
+
+def test_decoding_is_the_reference():
+    """One token a call takes a path of its own."""
+    past, token = random_inputs(sinks=30, dim=5, value_dim=7), random_inputs(sinks=1, dim=5, value_dim=7, seed=1)
+    _, state = flow_attention_recurrent(*past, backend="reference")
+    mask = torch.tensor([[True], [False]])
+    for options in ({}, {"key_mask": mask}, {"variant": FlowVariant(clamp=0.9)}):
+        ours, truth = (
+            flow_attention_recurrent(*token, state, backend=backend, **options) for backend in ("native", "reference")
+        )
+        pairs = zip((ours[0], *ours[1].pack()), (truth[0], *truth[1].pack()), strict=True)
+        for x, y in pairs:
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("past", [0, 1, 70])
+@pytest.mark.parametrize("variant", NATIVE_VARIANTS.values(), ids=NATIVE_VARIANTS)
+def test_gradients_through_states(variant, past):
+    """Of the state that comes in, from the state that goes out."""
+    variant = FlowVariant(**(variant.as_options() | {"eps": 1e-3}))
+    inputs, state = random_inputs(sinks=67, value_dim=3), FlowState.empty(2, 3, 4, 3, dtype=torch.float64)
+    if past:
+        _, state = flow_attention_recurrent(*random_inputs(sinks=past, value_dim=3, seed=1), variant=variant)
+    mask = torch.rand(2, 67, generator=torch.Generator().manual_seed(2)) > 0.3
+
+    def run(backend):
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *state.pack())]
+        result, end = flow_attention_recurrent(
+            *leaves[:3], FlowState.unpack(leaves[3:]), key_mask=mask, variant=variant, backend=backend
+        )
+        outputs = [result, end.sums, end.memory, torch.where(end.scalars.isfinite(), end.scalars, 0.0)]
+        generator = torch.Generator().manual_seed(3)
+        cotangents = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
+
+    for x, y in zip(run("native"), run("reference"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@KINDS
+def test_invalid_bounds_are_refused(is_causal):
+    tokens, bounds = torch.randn(5, 2, 4), torch.tensor([0, 4, 3])
+    with pytest.raises(ValueError, match="must not decrease"):
+        flow_attention_varlen(tokens, tokens, tokens, bounds, bounds, 5, 5, is_causal=is_causal, backend="native")
+
+
+@KINDS
+def test_differentiable_once(is_causal):
+    leaves = [x.requires_grad_() for x in random_inputs()]
+    grads = torch.autograd.grad(native(*leaves, is_causal=is_causal).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grads[0].sum().backward()
+
+
+@pytest.fixture
+def rebuild(monkeypatch, tmp_path):
+    """Forgets the library; builds go to an empty folder, by a compiler given as a shell script that knows $LIBRARY."""
+    library = build._built()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("LIBRARY", str(library))
+    build._load.cache_clear()
+
+    def use(script):
+        compiler = tmp_path / "compiler"
+        compiler.write_text(f'#!/bin/sh\n{script}\nfor out; do :; done; cp "$LIBRARY" "$out"\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+
+    yield use
+    build._load.cache_clear()
+
+
+class TestBuild:
+    def refusal(self):
+        x = torch.randn(1, 2, 5, 4)
+        assert torch.equal(flow_attention(x, x, x), flow_attention(x, x, x, backend="torch"))
+        assert "on cpu: torch" in explain(x, x, x)
+        return next(line.strip() for line in explain(x, x, x).splitlines() if "native:" in line)
+
+    def test_no_compiler(self, rebuild, monkeypatch):
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        assert self.refusal() == "native: no, there is no C++ compiler (CXX=no-such-compiler)"
+        with pytest.raises(NotImplementedError, match="there is no C\\+\\+ compiler"):
+            native(*random_inputs())
+
+    def test_compiler_that_fails(self, rebuild, tmp_path):
+        rebuild("echo some note >&2; echo vector.h: error: no such thing >&2; exit 1")
+        assert self.refusal().endswith("could not compile the native code (vector.h: error: no such thing)")
+        assert not list(tmp_path.rglob("*.so"))
+
+    def test_library_that_does_not_load(self, rebuild, monkeypatch, tmp_path):
+        (tmp_path / "empty").touch()
+        monkeypatch.setenv("LIBRARY", str(tmp_path / "empty"))
+        rebuild("")
+        assert "the native code could not be built or loaded" in self.refusal()
+
+    def test_folder_that_cannot_be_written(self, rebuild, monkeypatch, tmp_path):
+        rebuild("")
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+        assert "the native code could not be built or loaded" in self.refusal()
+
+    def test_cpu_without_avx2(self, rebuild, monkeypatch):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        assert self.refusal() == "native: no, this CPU has no AVX2 (torch finds DEFAULT)"
+
+    def test_other_systems(self, rebuild, monkeypatch):
+        monkeypatch.setattr(build.sys, "platform", "darwin")
+        assert "on Linux only, not on darwin" in self.refusal()
+
+    def test_says_that_it_builds_and_builds_once(self, rebuild, caplog):
+        rebuild("")
+        assert build.failure() is None
+        assert "compiles its CPU code, once" in caplog.text
+        caplog.clear()
+        build._load.cache_clear()
+        assert build.failure() is None
+        assert not caplog.text
+
+    def test_two_processes_build_once(self, rebuild, tmp_path):
+        rebuild(f"echo built >> {tmp_path}/log; sleep 0.3")
+        children = [FORKS.Process(target=build._built) for _ in range(3)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(30)
+        assert [child.exitcode for child in children] == [0, 0, 0]
+        assert (tmp_path / "log").read_text() == "built\n"
+
+    def test_a_killed_build_leaves_nothing_in_the_way(self, rebuild, tmp_path):
+        rebuild(f"touch {tmp_path}/begun; sleep 2")
+        child = FORKS.Process(target=build._built)
+        child.start()
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        rebuild("")
+        assert build.failure() is None
+
+    def test_another_source_is_another_library(self, monkeypatch, tmp_path):
+        before = build._digest()
+        shutil.copytree(build.SOURCES, tmp_path / "native")
+        monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
+        assert build._digest() == before
+        with (tmp_path / "native" / "call.h").open("a") as file:
+            file.write("// changed\n")
+        assert build._digest() != before
