@@ -138,8 +138,8 @@ class TrainConfig:
     def name(self) -> str:
         """The folder of the run, a different one for every config: it ends with a digest of what is not the default.
 
-        So a field that is added with a default leaves the names of earlier runs as they are. A default that is changed
-        does, too: change the recipes instead.
+        So a field that is added with a default renames no earlier run. Neither does a default that is changed, though
+        it is then another run: change the recipes instead.
         """
         digest = hashlib.sha256(json.dumps(_chosen(self), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"

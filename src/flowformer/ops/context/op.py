@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,8 +51,8 @@ def attention(
         chosen = _choose(backend, query, key, value, is_causal, reading)
     _check_same_call(ranks, query, key, value, query.shape[0], is_causal, powers, factor, reading)
     if not is_causal:
-        tensors = query, key, value, query_mask, key_mask
-        return _bidirectional(chosen, *tensors, factor, reading, Exchange(ranks), powers)
+        attend = _bidirectional(chosen, reading, powers)
+        return attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
     result, _ = causal.attend(
         query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, False, powers
@@ -139,29 +140,18 @@ def varlen(
         if is_causal:
             out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, False, powers)
         else:
-            out = _bidirectional(chosen, *inputs, *masks, factor, reading, exchange, powers)
+            out = _bidirectional(chosen, reading, powers)(*inputs, *masks, factor, reading, exchange)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
 
 
-def _bidirectional(
-    backend: backends.Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
-    exchange: Exchange,
-    powers: Tensor | None,
-) -> Tensor:
-    given = query, key, value, query_mask, key_mask, scale, variant, exchange
+def _bidirectional(backend: backends.Backend, variant: FlowVariant, powers: Tensor | None) -> Callable[..., Tensor]:
+    """The function that computes this rank's part."""
     if backend.name == "triton":
         from ..triton.bidirectional import cut
 
-        return cut.attend(*given, powers)
-    return renormalized.attend(*given, powers) if variant.renormalize else bidirectional.attend(*given)
+        return partial(cut.attend, powers=powers)
+    return partial(renormalized.attend, powers=powers) if variant.renormalize else bidirectional.attend
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
