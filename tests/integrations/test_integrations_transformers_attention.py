@@ -13,7 +13,12 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
 )
-from transformers.masking_utils import chunked_causal_mask_function, create_causal_mask
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from flowformer import flow_attention
 from flowformer.integrations.transformers import (
@@ -156,6 +161,20 @@ def test_chunks_are_sequences_of_their_own():
     one = {**sizes, "mask_function": chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.int64))}
     assert flow_attention_mask(**one).stride() == (0, 0, 0)  # causal, without padding
     assert torch.equal(flow_attention_mask(**one, attention_mask=LEFT[:2].bool()), LEFT[:2, None].bool())
+
+
+@pytest.mark.parametrize("create", [create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask])
+def test_bounds_of_packed_sequences_are_those_of_the_mask_that_softmax_gets(create):
+    config = transformers.LlamaConfig(**TEXT)
+    config.attention_chunk_size, config.sliding_window = 3, 12
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
+    masks = []
+    for name in ("eager", "flow_attention"):
+        config._attn_implementation = name
+        masks.append(create(config, torch.zeros(2, 12, 16), None, None, position_ids=positions))
+    visible, bounds = masks[0][:, 0] == 0, masks[1]
+    sequence = torch.bucketize(torch.arange(24), bounds, right=True).view(2, 12)
+    assert torch.equal(visible, (sequence[:, None] == sequence[:, :, None]) & torch.ones(12, 12).tril().bool())
 
 
 def test_masks_of_pairs_of_tokens_are_refused():

@@ -5,6 +5,7 @@ Shapes: B images, N tokens, W width, H heads, D head_dim.
 
 from __future__ import annotations
 
+import re
 from functools import wraps
 from typing import ClassVar
 
@@ -109,16 +110,20 @@ def check_attention(model: nn.Module, name: str) -> None:
     """Raise unless every block of a model that was asked for Flow-Attention has it."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions or not all(isinstance(module, TimmFlowAttention) for module in attentions):
-        raise NotImplementedError(
-            f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SERVED}"
-        )
+        raise _not_served(name)
+
+
+def _not_served(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SERVED}"
+    )
 
 
 def _check_created_models() -> None:
     """Make timm.create_model check the models it was asked to build with TimmFlowAttention.
 
-    Swin and others silently ignore arguments they do not know and would keep their own attention. create_model looks up
-    its entry points in the registry that is wrapped here, however create_model was imported.
+    Up to timm 1.0.30 Swin and others silently ignore arguments they do not know and would keep their own attention.
+    create_model looks up its entry points in the registry that is wrapped here, however create_model was imported.
     """
     lookup = _factory.model_entrypoint
 
@@ -128,10 +133,16 @@ def _check_created_models() -> None:
 
         @wraps(create)
         def checked(*args, **options):
-            model = create(*args, **options)
             layer = options.get("attn_layer")
-            if isinstance(layer, type) and issubclass(layer, TimmFlowAttention):
-                check_attention(model, model_name)
+            if not (isinstance(layer, type) and issubclass(layer, TimmFlowAttention)):
+                return create(*args, **options)
+            try:
+                model = create(*args, **options)
+            except TypeError as error:
+                if not re.search("unexpected keyword argument.*attn_layer", str(error)):
+                    raise
+                raise _not_served(model_name) from error
+            check_attention(model, model_name)
             return model
 
         return checked

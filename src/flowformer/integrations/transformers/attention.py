@@ -164,7 +164,8 @@ def flow_attention_mask(
     # where lengths differ and nothing is causal, queries attend to another sequence, which the attention refuses
     is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     is_plain = is_plain or (q_length != kv_length and not is_causal)
-    starts = None if is_plain or use_vmap else _starts(mask_function, batch_size, kv_length, device)
+    positions = torch.arange(kv_length, device=device).expand(batch_size, kv_length)
+    starts = None if is_plain or use_vmap else _starts(mask_function, positions)
     if is_plain or (starts is not None and not starts[:, 1:].any()):
         if not is_causal:
             return attention_mask
@@ -188,36 +189,46 @@ def _is_causal(mask_function: Callable) -> bool:
     """Whether a pattern is causal, or an intersection with one that is."""
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return mask_function is causal_mask_function
-    return any(map(_is_causal, inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())))
+    given = inspect.getclosurevars(mask_function).nonlocals
+    parts = (given["mask_function"],) if "mask_function" in given else given.get("mask_functions", ())
+    return any(map(_is_causal, parts))
 
 
-def _starts(mask_function: Callable, batch_size: int, length: int, device: torch.device | str) -> Tensor | None:
+def _starts(mask_function: Callable, positions: Tensor) -> Tensor | None:
     """Whether each token (B, N) begins a sequence that sees no other; None for a pattern that is not known.
 
     A pattern is known by the function of `masking_utils` that made it, and by what that function was given.
+
+    Args:
+        positions: (B, N), the indices that the pattern compares.
     """
-    starts = (torch.arange(length, device=device) == 0).expand(batch_size, length)
+    length = positions.shape[1]
+    starts = (torch.arange(length, device=positions.device) == 0).expand_as(positions)
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return starts
     made_by = f"{mask_function.__module__}.{mask_function.__qualname__}".removeprefix("transformers.masking_utils.")
     given = inspect.getclosurevars(mask_function).nonlocals
     if made_by == "and_masks.<locals>.and_mask":
-        parts = [_starts(part, batch_size, length, device) for part in given["mask_functions"]]
+        parts = [_starts(part, positions) for part in given["mask_functions"]]
         return None if any(part is None for part in parts) else torch.stack(cast(list[Tensor], parts)).any(0)
+    if made_by == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        # since transformers 5.23, beside the pattern that keeps packed sequences apart
+        return _starts(given["mask_function"], given["position_ids"].expand_as(positions))
     if made_by == "sliding_window_overlay.<locals>.inner_mask":
         # 0 is that of a model without windows, which makes the mask nevertheless
         return starts if given["sliding_window"] >= length or given["sliding_window"] == 0 else None
     if made_by == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
         return starts if given["sliding_window"] >= length - 1 else None
     if made_by == "packed_sequence_mask_function.<locals>.inner_mask":
-        sequence = given["packed_sequence_mask"]
+        sequence = given["packed_sequence_mask"].expand_as(positions)
     elif made_by == "chunked_overlay.<locals>.inner_mask":
-        place = torch.arange(length, device=device)[None] - given["left_padding"].to(device)[:, None]
+        place = positions - given["left_padding"].to(positions.device)[:, None]
         sequence = place.clamp_min(0) // given["chunk_size"]  # padding, which is masked out, is of no chunk
     else:
         return None
-    change = sequence.expand(batch_size, length).diff()
-    return starts | F.pad(change != 0, (1, 0)) if (change >= 0).all() else None  # else sequences are interleaved
+    # positions that do not go on are those of another packed sequence; elsewhere, sequences may not be interleaved
+    change, goes_on = sequence.diff(), positions.diff() == 1
+    return starts | F.pad(change != 0, (1, 0)) if (change >= 0)[goes_on].all() else None
 
 
 def bounds(starts: Tensor) -> Tensor:
