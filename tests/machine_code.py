@@ -182,7 +182,7 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
         outs = query, *grads, _flat(plan.start), _flat(plan.backward_scratch)
         backward = *inputs, result, None, None, result, kept, *outs
         described = [*plan.forward(*launch.arguments(forward)), *plan.backward(*launch.arguments(backward))]
-        return words, plan.launches._wgmma, described
+        return words, plan.launches.wgmma, described
     extras = mask, mask, bounds, bounds, powers
     precision = "ieee" if dtype == torch.float32 else None
 
