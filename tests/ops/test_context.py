@@ -176,9 +176,11 @@ if INTERPRETED:
     TWO = {"cuts": (0, 5, 24), "heads": (1, 1), **KERNELS}
     CASES |= {
         "causal kernels": Case(True, **FOUR),
-        "causal kernels, clamped": Case(True, VARIANTS["tight clamp"], masked=False, gathered_bytes=0, **FOUR),
-        "causal kernels, powers": Case(True, RENORMALIZED, powers=True, **FOUR),
-        "causal kernels, no token": Case(True, cuts=(0, 0, 0, 0, 0), **KERNELS),
+        "causal kernels, clamped": Case(
+            True, VARIANTS["tight clamp"], masked=False, gathered_bytes=0, **FOUR | {"heads": (1, 1)}
+        ),
+        "causal kernels, powers": Case(True, RENORMALIZED, powers=True, **FOUR | {"heads": (1, 1), "dims": (5, 20)}),
+        "causal kernels, no token": Case(True, **FOUR | {"cuts": (0, 0, 0, 0, 0)}),
         "causal kernels, no softmax": Case(True, FlowVariant(competition="sigmoid", feature_map="elu+1"), **TWO),
         "causal kernels, half precision": Case(
             True, VARIANTS["plain linear"], masked=False, **TWO | {"dtype": torch.bfloat16}
@@ -196,12 +198,12 @@ STATE_CUTS = (0, 3, 3, 5, 8), (8, 12, 14, 14, 17)  # two calls, one after the ot
 LANGUAGE_MODEL = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
 
 
-def packed(is_causal, cuts, rank=None, group=None, dtype=torch.float64, backend=None):
+def packed(is_causal, cuts, rank=None, group=None, dtype=torch.float64, backend=None, heads=4):
     """Result and gradients of packed sequences, those of a rank or of all."""
     drawn = torch.randn(2, 24, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sinks, sources = drawn.to(dtype)
-    key, value = sources[:, :2], sources[:, 2:, :3]
-    cotangent = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    sinks, sources = drawn[:, :, :heads].to(dtype)
+    key, value = sources[:, : heads // 2], sources[:, heads // 2 :, :3]
+    cotangent = torch.randn(24, heads, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     start, stop = (0, 24) if rank is None else cuts[rank : rank + 2]
     leaves = [x[start:stop].clone().requires_grad_() for x in (sinks, key, value)]
     bounds = [x.clamp(start, stop) - start for x in (BOUNDS, BOUNDS if is_causal else SOURCE_BOUNDS)]
@@ -358,12 +360,12 @@ def misuses(world, mesh):
 def bytes_sent(group):
     """Of one layer, forward and backward, with 4 and with 40 tokens a rank."""
     exchange.GATHERED_BYTES = 2**15
-    calls = [(is_causal, length, None) for is_causal in KINDS.values() for length in (4, 40)]
-    for is_causal, length, backend in [*calls, (True, 4, "triton")] if INTERPRETED else calls:
-        x = torch.randn(1, 4, length, 32, requires_grad=True)
+    calls = [(is_causal, length, 4, None) for is_causal in KINDS.values() for length in (4, 40)]
+    for is_causal, length, heads, backend in [*calls, (True, 4, 1, "triton")] if INTERPRETED else calls:
+        x = torch.randn(1, heads, length, 32, requires_grad=True)
         with exchange.traffic() as sent:
             flow_attention(x, x, x, is_causal=is_causal, backend=backend, group=group).sum().backward()
-        yield is_causal, sent.stages, sent.bytes
+        yield is_causal, heads, sent.stages, sent.bytes
 
 
 def memory(rank, group):
@@ -389,6 +391,8 @@ def work(rank, _):
         # so that kernels add up the records of several segments, but not on every rank
         plan.segment_count = lambda records, longest, *_: 2 if longest > 3 else 1
         causal_plan.segment_count = lambda rows, longest, *_: 2 if longest > 3 else 1
+        # and values of several tiles
+        causal_plan.CONFIGS = {key: config._replace(tile=16) for key, config in causal_plan.CONFIGS.items()}
     for name, case in CASES.items():
         own = rank if case.ranks == RANKS else rank % 2
         if case.backend is not None and rank >= case.ranks:
@@ -403,7 +407,7 @@ def work(rank, _):
         for given in (False, True):
             found["recurrent", name, given] = recurrent(VARIANTS[name], given, rank, world)
     if INTERPRETED:
-        found["packed kernels"] = packed(True, KERNEL_CUTS, rank, world, **KERNELS)
+        found["packed kernels"] = packed(True, KERNEL_CUTS, rank, world, heads=2, **KERNELS)
         for name in KERNEL_STATE_VARIANTS:
             found["recurrent kernels", name] = recurrent(VARIANTS[name], True, rank, world, heads=1, **KERNELS)
     found["trained"] = trained(rank, world)
@@ -491,7 +495,7 @@ def test_packed_sequences_begin_and_end_anywhere(found, kind, where):
 def test_packed_kernels(found):
     ours = [torch.cat(each) for each in zip(*(found[rank]["packed kernels"] for rank in range(RANKS)), strict=True)]
     plain, truth = (
-        packed(True, KERNEL_CUTS, dtype=dtype, backend="reference") for dtype in (torch.float32, torch.float64)
+        packed(True, KERNEL_CUTS, dtype=dtype, backend="reference", heads=2) for dtype in (torch.float32, torch.float64)
     )
     assert_obeys(ours[:1], ours[1:], plain, truth, torch.float32)
 
@@ -554,9 +558,9 @@ def test_rotary_positions_go_on_from_rank_to_rank(found):
 
 
 def test_bytes_are_those_of_the_formula_at_any_length(found):
-    for is_causal, stages, sent in found[0]["bytes"]:
+    for is_causal, heads, stages, sent in found[0]["bytes"]:
         assert stages == (8 if is_causal else 6)
-        assert sent == predicted_bytes(4, 32, 32, RANKS, is_causal)
+        assert sent == predicted_bytes(heads, 32, 32, RANKS, is_causal)
     assert all(predicted_bytes(16, 64, 64, 8, is_causal) < 1e6 for is_causal in KINDS.values())
 
 

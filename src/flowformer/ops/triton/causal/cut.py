@@ -37,8 +37,8 @@ from .plan import CausalPlan, state_sizes
 from .planes import COMPETING_SUM, COUNT, STATE_LOG_OUTGOING
 
 # the kernels that begin the stages
-FORWARD = 0, 1, 2, 3, 4
-BACKWARD = 0, 1, 3, 4
+FORWARD = 0, 1, 2, 3, 4  # sums; flows; conserve; memory; scan and output
+BACKWARD = 0, 1, 3, 4  # grad_memory; scan and value_gradient; flow_gradient; gradient, of dQ and of dK
 
 
 class CutPlan(CausalPlan):
@@ -54,7 +54,7 @@ class CutPlan(CausalPlan):
         super().__init__(tensors, device, longest, keep, *options)
         self.with_end, self.stages = with_end, Stages(self.launches.wgmma)
 
-    def _ends(self, grad_end: Argument | None) -> bool:
+    def _has_end_gradient(self, grad_end: Argument | None) -> bool:
         return self.with_end
 
 
@@ -169,9 +169,9 @@ def _forward(
     """The result, the last state if there is to be one, and what the backward pass needs beside the inputs."""
     query, key, value, powers, variant = dense(query), dense(key), dense(value), contiguous(powers), variant_of(options)
     given = [x for x in (first_sums, first_memory, first_scalars) if x is not None]
-    first = given or empty_state(query, value, variant)
-    before = [x.clone(memory_format=torch.contiguous_format) for x in first]
-    end = [x.clone(memory_format=torch.contiguous_format) for x in first] if with_end else []
+    before = [x.clone(memory_format=torch.contiguous_format) for x in given] or list(empty_state(query, value, variant))
+    end = [x.clone() for x in before] if with_end else []
+    first_log = torch.where(before[2][..., COUNT.value] > 0, _log(before), LOG_ZERO.value)
     dim, value_dim = query.shape[3], value.shape[3]
     result = empty_result(query, value_dim)
     inputs = query, key, value, mask, None, powers, *before
@@ -189,16 +189,16 @@ def _forward(
             _add(total, level(end))
 
     next(run)
-    count = query.shape[2] if mask is None else mask.sum(-1)[:, None, None]
-    own = _view(flow_sums, *segments, 2, dim).sum(2)
-    pass_on(_counted_flow_sums, own, torch.zeros_like(before[2][..., :1]) + count)
+    count = torch.full_like(before[2][..., :1], query.shape[2])
+    if mask is not None:
+        count = mask.sum(-1, dtype=count.dtype)[:, None, None].expand_as(count)
+    pass_on(_counted_flow_sums, _view(flow_sums, *segments, 2, dim).sum(2), count)
     next(run)
     pass_on(_conserved_sums, _view(conserved_sums, *segments, 2, dim).sum(2))
     next(run)
     running = None
     if variant.competition == "softmax":
-        first_log = torch.where(first[2][..., COUNT.value] > 0, _log(first), LOG_ZERO.value).clamp_min(LOG_ZERO.value)
-        running = exchange.running_log(_view(logs, *segments).logsumexp(2), first_log)
+        running = exchange.running_log(_view(logs, *segments).logsumexp(2), first_log.clamp_min(LOG_ZERO.value))
         _log(before).copy_(running[exchange.rank])
         if with_end:
             _log(end).copy_(torch.where(end[2][..., COUNT.value] > 0, running[-1], -torch.inf))
@@ -280,7 +280,8 @@ def _backward(
     next(run)
     if exchange.rank:
         # the first state is that before the first rank, which has its gradient
-        first[0].zero_(), first[1].zero_()
+        first[0].zero_()
+        first[1].zero_()
         if running is not None:
             _log(first).zero_()
     of_powers = start[:0] if powers is None else powers_gradient(start, query, batch, value_dim, sums)

@@ -329,7 +329,9 @@ class CausalPlan(Plan):
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
                 # the sums of the last state do change when q is scaled, so they may have no gradient; qS/W is no sum
-                "CENTRE": self.centre if not reverse and (not self._ends(grad_end) or self.is_renormalized) else 0.0,
+                "CENTRE": 0.0
+                if reverse or (self._has_end_gradient(grad_end) and not self.is_renormalized)
+                else self.centre,
             }
             yield self._kernel(
                 backward_qk.gradient_kernel,
@@ -344,7 +346,7 @@ class CausalPlan(Plan):
                 tiles=self.feature_tiles,
             )  # fmt: skip
 
-    def _ends(self, grad_end: Argument | None) -> bool:
+    def _has_end_gradient(self, grad_end: Argument | None) -> bool:
         """Whether the state after the last token of the sequence may have a gradient."""
         return grad_end is not None
 
