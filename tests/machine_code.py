@@ -30,6 +30,7 @@ from triton.runtime.jit import MockTensor
 from flowformer import FlowVariant
 from flowformer.ops.triton import launch, replay
 from flowformer.ops.triton.bidirectional.plan import BidirectionalPlan
+from flowformer.ops.triton.causal.cut import CutPlan
 from flowformer.ops.triton.causal.plan import CausalPlan
 from flowformer.ops.triton.plan import options_of
 
@@ -159,8 +160,10 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
     scale, packed = random.choice([1.0, 0.125]), packed and not masked
     variant = replace(variant, renormalize=random.random() < 0.5)
     has_powers = random.random() < 0.7 and variant.renormalize and variant.competition != "sigmoid"
+    # one rank's part of a sequence, which has a state before it and the gradient of one after it
+    is_cut = random.random() < 0.3 and is_causal and not packed
     words = f"{'causal' if is_causal else 'bidirectional'} {dtype} D={dim} E={value_dim} heads={heads}/{key_heads} "
-    words += f"N={length} masked={masked} packed={packed} scale={scale} powers={has_powers} {variant}"
+    words += f"N={length} masked={masked} packed={packed} cut={is_cut} scale={scale} powers={has_powers} {variant}"
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -173,16 +176,23 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
     options = options_of(scale, variant)
     if is_causal:
         # what follows in the call has the same shapes as what comes before
-        plan = CausalPlan(_signature(query, key, value, mask, bounds, powers), DEVICE, length, True, *options)
+        tensors = _signature(query, key, value, mask, bounds, powers)
+        plan = (
+            CutPlan(tensors, DEVICE, length, True, False, *options)
+            if is_cut
+            else CausalPlan(tensors, DEVICE, length, True, *options)
+        )
         positions = tensor(2, length, dtype=torch.int32) if masked else None
-        inputs, none = (query, key, value, positions, bounds, powers), (None, None, None)
+        inputs, state = (query, key, value, positions, bounds, powers), [None, None, None]
         kept, end = _flat(plan.kept), _flat(plan.state)
+        if is_cut:
+            state = [_flat([size]) for size in plan.state]
         grads = tensor(2, heads, length, dim), tensor(2, heads, length, value_dim)
-        forward = *inputs, *none, result, kept, end, _flat(plan.forward_scratch)
+        forward = *inputs, *state, result, kept, end, _flat(plan.forward_scratch)
         outs = query, *grads, _flat(plan.start), _flat(plan.backward_scratch)
-        backward = *inputs, result, None, None, result, kept, *outs
+        backward = *inputs, result, end if is_cut else None, state[2], result, kept, *outs
         described = [*plan.forward(*launch.arguments(forward)), *plan.backward(*launch.arguments(backward))]
-        return words, plan.launches._wgmma, described
+        return words, plan.launches.wgmma, described
     extras = mask, mask, bounds, bounds, powers
     precision = "ieee" if dtype == torch.float32 else None
 

@@ -70,6 +70,16 @@ FAULTS = [
     fault("ops/triton/causal/backward_qk.py", "b_weights = tl.where(tokens[:, None] > tokens[None, :], b_from_earlier",
           "b_weights = tl.where(tokens[:, None] >= tokens[None, :], b_from_earlier",
           "ops/test_kernels_causal.py::test_values_and_gradients_are_the_oracles"),
+    # the order of the ranks: forward, backward, and that of the logarithms
+    fault("ops/context/exchange.py", "before = before.flip(0)", "before = before.clone()",
+          "ops/test_context.py::test_cut_equals_whole"),
+    fault("ops/triton/causal/cut.py", "_log(before).copy_(running[exchange.rank])",
+          "_log(before).copy_(running[exchange.rank + 1])", "ops/test_context.py::test_cut_equals_whole"),
+    fault("ops/triton/causal/cut.py", "_add(found, level(before))",
+          "_add(found if total is None else total, level(before))",
+          "ops/test_context.py::test_kernels_pass_a_state_from_call_to_call"),
+    fault("ops/triton/causal/cut.py", "- decay[..., -1] * grad_log[..., None]", "- grad_log[..., None]",
+          "ops/test_context.py::test_cut_equals_whole"),
     # baselines
     fault("baselines/tokens.py", "return (mask.cumsum(-1) - 1).clamp_min(0)",
           "return torch.arange(mask.shape[1]).expand_as(mask)", "baselines/test_attention_laws.py"),

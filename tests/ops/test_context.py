@@ -171,51 +171,70 @@ if INTERPRETED:
         ),
         "kernels, plain linear": Case(cuts=(0, 6, 13), variant=VARIANTS["plain linear"], masked=False, **KERNELS),
     }
+    # the third of four ranks, and the second of two, have tokens in two segments
+    FOUR = {"cuts": (0, 3, 3, 20, 24), "heads": (2, 1), **KERNELS}
+    TWO = {"cuts": (0, 5, 24), "heads": (1, 1), **KERNELS}
+    CASES |= {
+        "causal kernels": Case(True, **FOUR),
+        "causal kernels, clamped": Case(
+            True, VARIANTS["tight clamp"], masked=False, gathered_bytes=0, **FOUR | {"heads": (1, 1)}
+        ),
+        "causal kernels, powers": Case(True, RENORMALIZED, powers=True, **FOUR | {"heads": (1, 1), "dims": (5, 20)}),
+        "causal kernels, no token": Case(True, **FOUR | {"cuts": (0, 0, 0, 0, 0)}),
+        "causal kernels, no softmax": Case(True, FlowVariant(competition="sigmoid", feature_map="elu+1"), **TWO),
+        "causal kernels, half precision": Case(
+            True, VARIANTS["plain linear"], masked=False, **TWO | {"dtype": torch.bfloat16}
+        ),
+    }
 
 # where each packed sequence ends, and where the ranks' tokens do; tokens after the last end belong to no sequence
 BOUNDS = torch.tensor([0, 2, 2, 7, 8, 21, 23])
 SOURCE_BOUNDS = torch.tensor([0, 1, 4, 4, 12, 19, 20])
+KERNEL_CUTS = (0, 3, 10, 24, 24)  # the last rank has no sequence
 PACKED_CUTS = {"cut": (0, 3, 10, 18, 24), "whole": (0, 8, 8, 23, 24), "one rank": (0, 0, 24, 24, 24)}
 STATE_VARIANTS = "default", "tight clamp", "softmax allocation", "sigmoid competition", "renormalized"
+KERNEL_STATE_VARIANTS = "renormalized", "sigmoid competition"
 STATE_CUTS = (0, 3, 3, 5, 8), (8, 12, 14, 14, 17)  # two calls, one after the other
 LANGUAGE_MODEL = LMConfig(vocab_size=11, num_layers=2, embed_dim=8, num_heads=2, mlp_dim=16, dropout=0.0)
 
 
-def packed(is_causal, cuts, rank=None, group=None):
+def packed(is_causal, cuts, rank=None, group=None, dtype=torch.float64, backend=None, heads=4):
     """Result and gradients of packed sequences, those of a rank or of all."""
-    sinks, sources = torch.randn(2, 24, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    key, value = sources[:, :2], sources[:, 2:, :3]
-    cotangent = torch.randn(24, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = torch.randn(2, 24, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sinks, sources = drawn[:, :, :heads].to(dtype)
+    key, value = sources[:, : heads // 2], sources[:, heads // 2 :, :3]
+    cotangent = torch.randn(24, heads, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     start, stop = (0, 24) if rank is None else cuts[rank : rank + 2]
     leaves = [x[start:stop].clone().requires_grad_() for x in (sinks, key, value)]
     bounds = [x.clamp(start, stop) - start for x in (BOUNDS, BOUNDS if is_causal else SOURCE_BOUNDS)]
-    result = flow_attention_varlen(*leaves, *bounds, 24, 24, is_causal=is_causal, enable_gqa=True, group=group)
+    options = {"is_causal": is_causal, "enable_gqa": True, "backend": backend, "group": group}
+    result = flow_attention_varlen(*leaves, *bounds, 24, 24, **options)
     return [result.detach(), *torch.autograd.grad(result, leaves, cotangent[start:stop])]
 
 
-def first_state(renormalize):
+def first_state(renormalize, heads):
     random = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(2, 4, 6, 5, generator=random, dtype=torch.float64) for _ in range(3))
+    query, key, value = (torch.randn(2, heads, 6, 5, generator=random, dtype=torch.float64) for _ in range(3))
     # this variant fills both logarithms
     variant = replace(VARIANTS["softmax allocation"], renormalize=renormalize)
     return flow_attention_recurrent(query, key, value, variant=variant)[1].pack()
 
 
-def recurrent(variant, given, rank=None, group=None):
+def recurrent(variant, given, rank=None, group=None, dtype=torch.float64, backend=None, heads=4):
     """Two calls with the state of the first passed on: results, gradients, and those of the state."""
-    inputs = random_inputs(2, 4, 17, dim=5)
+    inputs = random_inputs(2, heads, 17, dim=5, dtype=dtype)
     parts = [slice(0, 8), slice(8, 17)] if rank is None else [slice(*cuts[rank : rank + 2]) for cuts in STATE_CUTS]
     leaves = [x[:, :, part].clone().requires_grad_() for part in parts for x in inputs]
-    first = [x.clone().requires_grad_() for x in first_state(variant.renormalize)]
-    one, state = flow_attention_recurrent(
-        *leaves[:3], FlowState.unpack(first) if given else None, variant=variant, group=group
-    )
-    two, state = flow_attention_recurrent(*leaves[3:], state, variant=variant, group=group)
+    first = [x.to(dtype).requires_grad_() for x in first_state(variant.renormalize, heads)]
+    options = {"variant": variant, "backend": backend, "group": group}
+    one, state = flow_attention_recurrent(*leaves[:3], FlowState.unpack(first) if given else None, **options)
+    two, state = flow_attention_recurrent(*leaves[3:], state, **options)
     outputs = [one, two, *state.pack()]
     random = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(2, 4, 17, 5, generator=random, dtype=torch.float64)[:, :, part] for part in parts]
+    drawn = [torch.randn(2, heads, 17, 5, generator=random, dtype=torch.float64) for _ in parts]
+    cotangents = [x[:, :, part].to(dtype) for x, part in zip(drawn, parts, strict=True)]
     for x in state.pack():
-        cotangents.append(torch.randn(x.shape, generator=random, dtype=torch.float64))
+        cotangents.append(torch.randn(x.shape, generator=random, dtype=torch.float64).to(dtype))
         # every rank has the last state, and the loss counts it once
         if rank not in (None, 2):
             cotangents[-1].zero_()
@@ -341,12 +360,12 @@ def misuses(world, mesh):
 def bytes_sent(group):
     """Of one layer, forward and backward, with 4 and with 40 tokens a rank."""
     exchange.GATHERED_BYTES = 2**15
-    for is_causal in KINDS.values():
-        for length in (4, 40):
-            x = torch.randn(1, 4, length, 32, requires_grad=True)
-            with exchange.traffic() as sent:
-                flow_attention(x, x, x, is_causal=is_causal, group=group).sum().backward()
-            yield is_causal, sent.stages, sent.bytes
+    calls = [(is_causal, length, 4, None) for is_causal in KINDS.values() for length in (4, 40)]
+    for is_causal, length, heads, backend in [*calls, (True, 4, 1, "triton")] if INTERPRETED else calls:
+        x = torch.randn(1, heads, length, 32, requires_grad=True)
+        with exchange.traffic() as sent:
+            flow_attention(x, x, x, is_causal=is_causal, backend=backend, group=group).sum().backward()
+        yield is_causal, heads, sent.stages, sent.bytes
 
 
 def memory(rank, group):
@@ -367,11 +386,17 @@ def work(rank, _):
     found = {}
     if INTERPRETED:
         from flowformer.ops.triton.bidirectional import plan
+        from flowformer.ops.triton.causal import plan as causal_plan
 
         # so that kernels add up the records of several segments, but not on every rank
         plan.segment_count = lambda records, longest, *_: 2 if longest > 3 else 1
+        causal_plan.segment_count = lambda rows, longest, *_: 2 if longest > 3 else 1
+        # and values of several tiles
+        causal_plan.CONFIGS = {key: config._replace(tile=16) for key, config in causal_plan.CONFIGS.items()}
     for name, case in CASES.items():
         own = rank if case.ranks == RANKS else rank % 2
+        if case.backend is not None and rank >= case.ranks:
+            continue  # the second pair would do the same
         found[name] = case.run(own, world if case.ranks == RANKS else pair)
         if "in slices" in name or "float" in name:
             found[f"{name}, again"] = case.run(own, world if case.ranks == RANKS else pair)
@@ -381,6 +406,10 @@ def work(rank, _):
     for name in STATE_VARIANTS:
         for given in (False, True):
             found["recurrent", name, given] = recurrent(VARIANTS[name], given, rank, world)
+    if INTERPRETED:
+        found["packed kernels"] = packed(True, KERNEL_CUTS, rank, world, heads=2, **KERNELS)
+        for name in KERNEL_STATE_VARIANTS:
+            found["recurrent kernels", name] = recurrent(VARIANTS[name], True, rank, world, heads=1, **KERNELS)
     found["trained"] = trained(rank, world)
     found["language model"] = trained_language_model(rank, world)
     found["sharded"] = sharded(mesh)
@@ -433,12 +462,16 @@ def test_cut_equals_whole(found, name):
     if case.dtype == torch.float64:
         assert_same(ours, truth, [*NAMES, "grad_powers"][: len(truth)])
         return
-    plain = whole(case.dtype)
-    size = sum(x.norm() ** 2 for x in truth[1:]).sqrt().item()
-    for i, label in enumerate([*NAMES, "grad_powers"][: len(truth)]):
-        factor, of = (GRADIENT, size) if i else (FORWARD, None)
-        error = measure(ours[i], plain[i], truth[i], factor, case.dtype, of)
-        assert error.obeys, f"{label}: {error}"
+    assert_obeys(ours[:1], ours[1:], whole(case.dtype), truth, case.dtype)
+
+
+def assert_obeys(results, gradients, plain, truth, dtype):
+    """The error rule, of results and then of their gradients."""
+    size = sum(x.norm() ** 2 for x in truth[len(results) :]).sqrt().item()
+    for i, ours in enumerate([*results, *gradients]):
+        factor, of = (FORWARD, None) if i < len(results) else (GRADIENT, size)
+        error = measure(ours, plain[i], truth[i], factor, dtype, of)
+        assert error.obeys, f"{i}: {error}"
 
 
 def test_same_bits_in_every_run(found):
@@ -456,6 +489,32 @@ def test_packed_sequences_begin_and_end_anywhere(found, kind, where):
     parts = [found[rank][f"packed, {kind}, {where}"] for rank in range(RANKS)]
     ours = [torch.cat(each) for each in zip(*parts, strict=True)]
     assert_same(ours, packed(KINDS[kind], PACKED_CUTS[where]), NAMES)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+def test_packed_kernels(found):
+    ours = [torch.cat(each) for each in zip(*(found[rank]["packed kernels"] for rank in range(RANKS)), strict=True)]
+    plain, truth = (
+        packed(True, KERNEL_CUTS, dtype=dtype, backend="reference", heads=2) for dtype in (torch.float32, torch.float64)
+    )
+    assert_obeys(ours[:1], ours[1:], plain, truth, torch.float32)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("name", KERNEL_STATE_VARIANTS)
+def test_kernels_pass_a_state_from_call_to_call(found, name):
+    ranks = [found[rank]["recurrent kernels", name] for rank in range(RANKS)]
+    plain, truth = (
+        [x for each in recurrent(VARIANTS[name], True, dtype=dtype, backend="reference", heads=1) for x in each]
+        for dtype in (torch.float32, torch.float64)
+    )
+    for outputs, _ in ranks:
+        for i in range(2, 5):  # every rank has the last state
+            assert torch.equal(outputs[i], ranks[0][0][i])
+    results = [torch.cat([outputs[i] for outputs, _ in ranks], 2) for i in range(2)] + ranks[0][0][2:]
+    gradients = [torch.cat([grads[i] for _, grads in ranks], 2) for i in range(6)]
+    gradients += [sum(grads[i] for _, grads in ranks) for i in range(6, 9)]
+    assert_obeys(results, gradients, plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state"])
@@ -499,9 +558,9 @@ def test_rotary_positions_go_on_from_rank_to_rank(found):
 
 
 def test_bytes_are_those_of_the_formula_at_any_length(found):
-    for is_causal, stages, sent in found[0]["bytes"]:
+    for is_causal, heads, stages, sent in found[0]["bytes"]:
         assert stages == (8 if is_causal else 6)
-        assert sent == predicted_bytes(4, 32, 32, RANKS, is_causal)
+        assert sent == predicted_bytes(heads, 32, 32, RANKS, is_causal)
     assert all(predicted_bytes(16, 64, 64, 8, is_causal) < 1e6 for is_causal in KINDS.values())
 
 

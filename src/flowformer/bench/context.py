@@ -52,15 +52,15 @@ class ContextTiming:
 def exchanged_numbers(heads: int, dim: int, value_dim: int, is_causal: bool) -> list[tuple[int, int]]:
     """Of each exchange, forward and backward: how many numbers are summed, and how many go to every rank as they are.
 
-    With H heads, D and E: Σk, Σq and counts; Σk/O, Σq/I; two logarithms a head; S; and their gradients.
+    With H heads, D and E: Σk, Σq and counts; Σk/O, Σq/I; a logarithm a head, or two; S; and their gradients.
 
     >>> exchanged_numbers(16, 64, 64, is_causal=True)[:4]
-    [(2064, 0), (2048, 0), (0, 32), (65536, 0)]
+    [(2064, 0), (2048, 0), (0, 16), (65536, 0)]
     """
     vectors, memory = 2 * heads * dim, heads * dim * value_dim
     if is_causal:
-        forward = [(vectors + heads, 0), (vectors, 0), (0, 2 * heads), (memory, 0)]
-        return forward + forward[::-1]
+        forward = [(vectors, 0), (vectors, 0), (0, heads), (memory, 0)]
+        return [(vectors + heads, 0), *forward[1:], *forward[::-1]]
     forward = [(vectors + 2 * heads, 0), (vectors, 0), (memory, 2 * heads)]
     return [*forward, (memory + heads, 0), (vectors, 0), (vectors, 0)]
 

@@ -14,9 +14,10 @@ depends on the one above:
 
     [Σk, Σq, count]  →  I, O   [Σk/O, Σq/I]  →  Î, Ô   [log Σ exp(Ô)]  →  c   [S]  →  R
 
-Its gradient goes through the same exchanges in reverse, as sums over the ranks *after*. A rank finds each level by
-running the recurrent op of a backend over its tokens, with a state that is complete down to the level above, so the
-flows are computed four times.
+Its gradient goes through the same exchanges in reverse, as sums over the ranks *after*. The Triton kernels run once,
+with the exchanges between them (`ops/triton/causal/cut.py`). With other backends, a rank finds each level by running
+the recurrent op over its tokens, with a state that is complete down to the level above, so the flows are computed four
+times.
 
 `op.py` checks and chooses, `exchange.py` has the collectives, the other files the sums.
 """

@@ -38,23 +38,23 @@ def attend(
     scale: float,
     variant: FlowVariant,
     exchange: Exchange,
-    recurrent: Recurrent,
     with_end: bool,
-    powers: Tensor | None = None,
+    powers: Tensor | None,
+    recurrent: Recurrent,
 ) -> tuple[Tensor, State]:
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
         state: before the first token of the first rank, the same on every rank; None is that of nothing.
-        recurrent: of a backend.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
         powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
+        recurrent: of a backend.
     """
     if query.shape[2] == 0 and not variant.has_operator:
         # without tokens plain operators have no graph, and the other ranks wait for its backward pass
         query, key, value = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
-        result, end = attend(query, key, value, mask, state, scale, variant, exchange, recurrent, with_end, powers)
+        result, end = attend(query, key, value, mask, state, scale, variant, exchange, with_end, powers, recurrent)
         return result[:, :, :0], end
     first = empty_state(query, value, variant) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
@@ -73,8 +73,8 @@ def attend(
     if powers is not None:
         learned = [{"powers": group} for group in split_heads(powers)]
 
-    def before(x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        prefix, total = _Before.apply(x, exchange, with_end)
+    def before(x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
+        prefix, total = _Before.apply(x, exchange, with_end, constants)
         return start + prefix, start + total
 
     def run(
@@ -99,7 +99,7 @@ def attend(
         count = torch.zeros_like(key_sum[..., :1]) + tokens
         local = torch.cat([key_sum, query_sum, count], -1)
         start = torch.cat([first[0][..., :2, :].flatten(2), first[2][..., :1].detach()], -1)
-        flow_sums, end_flow_sums = (x.split([dim, dim, 1], -1) for x in before(local, start))
+        flow_sums, end_flow_sums = (x.split([dim, dim, 1], -1) for x in before(local, start, constants=1))
         sums, count = list(flow_sums[:2]), flow_sums[2].detach()
 
         no_memory = torch.zeros_like(first[1][..., :1])
@@ -109,11 +109,13 @@ def attend(
         conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:4, :])
         sums += conserved.unbind(-2)
 
-        first_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
-        logs = end_logs = first_logs
+        logs = end_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
+        # those that the variant reads: log Σ exp(Ô), log Σ exp(Î)
+        read = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
         if "softmax" in (variant.competition, variant.allocation):
             _, (*_, local) = run(no_values, sums, no_memory, nothing)
-            logs, end_logs = _LogBefore.apply(local[..., 1:], first_logs, exchange, with_end)
+            found = _LogBefore.apply(local[..., 1:][..., read], logs[..., read], exchange, with_end)
+            logs, end_logs = (torch.cat([logs[..., : read.start], x, logs[..., read.stop :]], -1) for x in found)
         scalars = torch.cat([count, logs], -1)
         _, (end_sums, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
         start = first[1]
@@ -133,10 +135,10 @@ def attend(
         if variant.renormalize:
             end_sums = torch.cat([end_sums, end_competing[..., None, :]], -2)
         count = end_flow_sums[2].detach()
-        # a logarithm that the variant does not read stays as it is
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
-        is_read = end_logs.new_tensor([variant.competition == "softmax", variant.allocation == "softmax"])
-        end_logs = torch.where(is_read > 0, end_logs, first[2][..., 1:])
+        # a logarithm that the variant does not read stays as it is
+        unread = first[2][..., 1:]
+        end_logs = torch.cat([unread[..., : read.start], end_logs[..., read], unread[..., read.stop :]], -1)
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
 
 
@@ -174,23 +176,27 @@ def _feature_sum_gradient(
 
 
 class _Before(torch.autograd.Function):
-    """The sum of x over the ranks before, and over all ranks; the gradient is summed over the ranks after."""
+    """The sum of x over the ranks before, and over all ranks; the gradient is summed over the ranks after.
+
+    The last numbers, so many as `constants` says, have no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:
-        ctx.exchange, ctx.with_total = exchange, with_total
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, with_total: bool, constants: int = 0) -> tuple[Tensor, Tensor]:
+        ctx.options = exchange, with_total, constants
         before, total = exchange.before(x, with_total)
         return before, torch.zeros_like(x) if total is None else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> Any:
-        return *differentiate(_before_gradient, grad, grad_total, ctx.exchange, ctx.with_total), None, None
+        return *differentiate(_before_gradient, grad, grad_total, *ctx.options), None, None, None
 
 
-def _before_gradient(grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor]:
-    grads = torch.stack([grad, grad_total], 1) if with_total else grad
-    after, total = exchange.before(grads, with_total, reverse=True)
-    return (after if total is None else after[:, 0] + total[:, 1],)
+def _before_gradient(
+    grad: Tensor, grad_total: Tensor, exchange: Exchange, with_total: bool, constants: int
+) -> tuple[Tensor]:
+    grad, grad_total = (x[..., : x.shape[-1] - constants] for x in (grad, grad_total))
+    return (F.pad(exchange.after(grad, grad_total if with_total else None), (0, constants)),)
 
 
 class _LogBefore(torch.autograd.Function):
@@ -198,9 +204,8 @@ class _LogBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:
-        every = torch.cat([first[None], exchange.gather(x, torch.finfo(x.dtype).min)])  # (1 + P, ...)
-        running = every.logcumsumexp(0)
-        ctx.save_for_backward(every, running)
+        running = exchange.running_log(x, first)
+        ctx.save_for_backward(x, running)
         ctx.exchange, ctx.with_total = exchange, with_total
         return running[exchange.rank], running[-1]
 
@@ -211,14 +216,10 @@ class _LogBefore(torch.autograd.Function):
 
 
 def _log_before_gradient(
-    grad: Tensor, grad_total: Tensor, every: Tensor, running: Tensor, exchange: Exchange, with_total: bool
+    grad: Tensor, grad_total: Tensor, x: Tensor, running: Tensor, exchange: Exchange, with_total: bool
 ) -> tuple[Tensor, Tensor]:
-    rank = exchange.rank
-    own = torch.stack([grad, grad_total], 1) if with_total else grad[:, None]
-    grads = exchange.gather(own, 0.0)  # (P, B, 1 or 2, ...)
-    grad_x = ((every[rank + 1] - running[rank + 1 : -1]).exp() * grads[rank + 1 :, :, 0]).sum(0)
-    grad_first = (every[0] - running[rank]).exp() * grad
+    grad_x = exchange.log_after(grad, grad_total if with_total else None, running)
+    grad_first = (running[0] - running[exchange.rank]).exp() * grad
     if with_total:
-        grad_x = grad_x + (every[rank + 1] - running[-1]).exp() * grads[:, :, 1].sum(0)
-        grad_first = grad_first + (every[0] - running[-1]).exp() * grad_total
-    return grad_x, grad_first
+        grad_first = grad_first + (running[0] - running[-1]).exp() * grad_total
+    return (x - running[exchange.rank + 1]).exp() * grad_x, grad_first

@@ -117,7 +117,35 @@ class Exchange:
             numbers = numbers * weights[:, head.clamp_max(max(weights.shape[1] - 1, 0))]
         return self._own_rows(self._join(numbers.sum(0), x)), self._own_rows(merged)
 
-    def before(self, x: Tensor, with_total: bool, reverse: bool = False) -> tuple[Tensor, Tensor | None]:
+    def before(self, x: Tensor, with_total: bool) -> tuple[Tensor, Tensor | None]:
+        """The sum of x over the ranks before this one, and over all ranks if `with_total`."""
+        return self._running(x, with_total, reverse=False)
+
+    def after(self, x: Tensor, of_total: Tensor | None) -> Tensor:
+        """The gradient of what was given to `before`, from those of the two sums that it returned."""
+        if of_total is None:
+            return self._running(x, False, reverse=True)[0]
+        after, total = self._running(torch.stack([x, of_total], 1), True, reverse=True)
+        assert total is not None
+        return after[:, 0] + total[:, 1]
+
+    def running_log(self, x: Tensor, first: Tensor) -> Tensor:
+        """log Σ exp of `first` and of x of the ranks before each rank, (P + 1, rows, ...); the last is of all ranks."""
+        every = self._gathered(x, torch.finfo(x.dtype).min)
+        return torch.cat([first[None], every]).logcumsumexp(0)
+
+    def log_after(self, x: Tensor, of_total: Tensor | None, running: Tensor) -> Tensor:
+        """The gradient of running[rank + 1], from those of running[rank] and running[-1], of all ranks."""
+        own = x[:, None] if of_total is None else torch.stack([x, of_total], 1)
+        grads, end = self._gathered(own, 0.0), running[self.rank + 1]
+        grad = ((end - running[self.rank + 1 : -1]).exp() * grads[self.rank + 1 :, :, 0]).sum(0)
+        return grad if of_total is None else grad + (end - running[-1]).exp() * grads[:, :, 1].sum(0)
+
+    def integers(self, x: Tensor) -> Tensor:
+        """All ranks' x, (P, ...), as lengths of sequences."""
+        return self._gather(x)
+
+    def _running(self, x: Tensor, with_total: bool, reverse: bool) -> tuple[Tensor, Tensor | None]:
         """The sum of x over the ranks before this one, or after it if reversed; and the sum over all ranks."""
         self._begin_stage()
         x = self._all_rows(x)
@@ -131,15 +159,11 @@ class Exchange:
         own = before[self.rank] if self._is_small(x) else self._swap(before).flatten()[: x.numel()]
         return self._own_rows(own.view_as(x)), self._own_rows(self._join(total, x)) if with_total else None
 
-    def gather(self, x: Tensor, missing: float) -> Tensor:
+    def _gathered(self, x: Tensor, missing: float) -> Tensor:
         """All ranks' x, (P, rows, ...); `missing` stands in rows that a rank does not have."""
         self._begin_stage()
         gathered = self._gather(self._all_rows(x, missing))
         return gathered if self.rows is None else gathered[:, self.rows]
-
-    def integers(self, x: Tensor) -> Tensor:
-        """All ranks' x, (P, ...), as lengths of sequences."""
-        return self._gather(x)
 
     def _all_rows(self, x: Tensor, missing: float = 0.0) -> Tensor:
         if self.rows is None:

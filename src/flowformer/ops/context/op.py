@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import backends, checks
+from ..common import State
 from ..state import FlowState
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -54,9 +55,7 @@ def attention(
         attend = _bidirectional(chosen, reading, powers)
         return attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
     mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
-    result, _ = causal.attend(
-        query, key, value, mask, None, factor, reading, Exchange(ranks), chosen.recurrent, False, powers
-    )
+    result, _ = _causal(chosen)(query, key, value, mask, None, factor, reading, Exchange(ranks), False, powers)
     return result
 
 
@@ -87,8 +86,8 @@ def recurrent(
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
     _check_same_call(ranks, query, key, value, query.shape[0], True, powers, factor, reading, past)
-    result, (sums, memory, scalars) = causal.attend(
-        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), chosen.recurrent, True, powers
+    result, (sums, memory, scalars) = _causal(chosen)(
+        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), True, powers
     )
     return result, FlowState(sums, memory, scalars)
 
@@ -138,7 +137,7 @@ def varlen(
         inputs = padded_q.pad(query), padded_k.pad(key), padded_k.pad(value)
         masks = padded_q.mask, padded_k.mask
         if is_causal:
-            out, _ = causal.attend(*inputs, masks[0], None, factor, reading, exchange, chosen.recurrent, False, powers)
+            out, _ = _causal(chosen)(*inputs, masks[0], None, factor, reading, exchange, False, powers)
         else:
             out = _bidirectional(chosen, reading, powers)(*inputs, *masks, factor, reading, exchange)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
@@ -152,6 +151,15 @@ def _bidirectional(backend: backends.Backend, variant: FlowVariant, powers: Tens
 
         return partial(cut.attend, powers=powers)
     return partial(renormalized.attend, powers=powers) if variant.renormalize else bidirectional.attend
+
+
+def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
+    """The function that computes this rank's part, and the last state if it is needed."""
+    if backend.name == "triton":
+        from ..triton.causal import cut
+
+        return cut.attend
+    return partial(causal.attend, recurrent=backend.recurrent)
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:

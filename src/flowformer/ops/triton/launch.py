@@ -81,7 +81,7 @@ class Launches:
     """
 
     def __init__(self, wgmma: bool = True) -> None:
-        self._wgmma = wgmma
+        self.wgmma = wgmma
         self._constants: list[Mapping[str, Any]] | None = None
         self._replay: Callable[[Sequence[Any]], None] | None = None
 
@@ -103,7 +103,7 @@ class Launches:
             kernels = list(describe(*arguments(tensors)))
             if self._constants is None:
                 following = () if ahead is None else list(ahead())
-                self._constants = fit([*kernels, *following], tensors[0].device, self._wgmma)[: len(kernels)]
+                self._constants = fit([*kernels, *following], tensors[0].device, self.wgmma)[: len(kernels)]
             kernels = [kernel._replace(constants=c) for kernel, c in zip(kernels, self._constants, strict=True)]
             compiled = []
             for kernel in kernels:

@@ -9,29 +9,21 @@ Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), masks (B
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common import Mask, Powers, differentiate, empty_result, without_autocast
 from ...variant import FlowVariant
-from ..launch import Kernel, Launches
 from ..plan import contiguous, dense, empty, options_of, plan_of, variant_of
 from ..precision import float32_precision
+from ..stages import Exchange, Stages
 from .plan import BidirectionalPlan
 from .records import CONSERVED_KEY_SUM, CONSERVED_QUERY_SUM, KEY_SUM, MASS, QUERY_SUM, REFERENCE, SOURCES, record_size
 
 LEAST = torch.finfo(torch.float32).min
-
-
-class Exchange(Protocol):
-    """What `context/exchange.py` offers."""
-
-    def total(self, x: Tensor) -> Tensor: ...
-
-    def softmax_total(self, x: Tensor, logs: Tensor, weighted: bool) -> tuple[Tensor, Tensor]: ...
 
 
 class CutPlan(BidirectionalPlan):
@@ -41,12 +33,12 @@ class CutPlan(BidirectionalPlan):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.stages = [Launches() for _ in range(4)]
+        self.stages = Stages()
 
 
-# which kernels are launched before the first exchange, between the exchanges, and after the last
-FORWARD = (0, 1), (1, 2), (2, 3), (3, 5)  # sums; flows; memory; finish and result
-BACKWARD = (0, 1), (1, 3), (3, 4), (4, 5)  # grad_memory; grad_finish and grad_competition; grad_query; grad_source
+# the kernels that begin the stages
+FORWARD = 0, 1, 2, 3  # sums; flows; memory; finish and result
+BACKWARD = 0, 1, 3, 4  # grad_memory; grad_finish and grad_competition; grad_query; grad_source
 
 
 class Records:
@@ -156,7 +148,8 @@ def _forward(
     plan = _plan((query, key, value, result), extras, keep, options)
     sizes = [0, 0] if plan is None else plan.forward_scratch
     kept, scratch = empty([] if plan is None else plan.kept, query.device), empty(sizes, query.device)
-    run = _stages(plan, "forward", FORWARD, (query, key, value, *extras, result, kept, scratch))
+    inputs = query, key, value, *extras, result, kept, scratch
+    run = itertools.repeat(None) if plan is None else plan.stages(inputs, plan.forward, FORWARD)
     *_, partial, competing = scratch.split_with_sizes(sizes)
     records = Records(query, value, partial, competing, variant.renormalize)
     next(run)
@@ -189,7 +182,8 @@ def _backward(
     plan = _plan(tensors, extras, True, options)
     sizes = [0] * 9 if plan is None else plan.backward_scratch
     scratch = empty(sizes, query.device)
-    run = _stages(plan, "backward", BACKWARD, (*tensors, *extras, kept, scratch))
+    inputs = *tensors, *extras, kept, scratch
+    run = itertools.repeat(None) if plan is None else plan.stages(inputs, plan.backward, BACKWARD)
     *_, partial, _, competing, of_powers = scratch.split_with_sizes(sizes)
     records = Records(query, value, partial, competing, variant_of(options).renormalize)
     next(run)
@@ -216,14 +210,3 @@ def _plan(
         return None
     precision = float32_precision() if query.dtype == torch.float32 else None
     return plan_of(CutPlan, (*tensors, *extras), max(query.shape[2], key.shape[2]), keep, precision, *options)
-
-
-def _stages(
-    plan: CutPlan | None, name: str, slices: Sequence[tuple[int, int]], tensors: tuple[Any, ...]
-) -> Iterator[None]:
-    """Launches the kernels of one stage after another."""
-    for index, (first, last) in enumerate(slices):
-        if plan is not None:
-            describe: Callable[..., Iterator[Kernel]] = getattr(plan, name)
-            plan.stages[index](tensors, lambda *x: itertools.islice(describe(*x), first, last))  # noqa: B023
-        yield

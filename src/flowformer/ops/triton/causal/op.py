@@ -51,7 +51,7 @@ def recurrent(
         return result, (sums, memory, scalars)
     result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant, powers)
     # decoding writes into the parts of a state, so each gets memory of its own
-    ends = _state(end, query, query.shape[0], value.shape[3], num_sums(variant))
+    ends = state_views(end, query, query.shape[0], value.shape[3], num_sums(variant))
     sums, memory, scalars = (part.clone() for part in ends)
     return result, (sums, memory, scalars)
 
@@ -119,23 +119,28 @@ class _Causal(torch.autograd.Function):
         *grads, start = differentiate(_triton_causal_backward, grad, grad_end, *inputs)
         # not by `variant_of`: torch.compile traces this function, and no dataclass
         batch, sums = _sequences(query, bounds), 5 if ctx.options[-1] else 4
-        state = _state(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
+        state = state_views(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
         grad_powers = None
         if powers is not None:
-            # those of each sequence, head and segment, added up in a fixed order
-            heads, dim = query.shape[1], query.shape[3]
-            parts = start[sum(state_sizes(batch * heads, dim, value.shape[3], sums)) :]
-            segments = parts.shape[0] // max(2 * batch * heads, 1)
-            grad_powers = parts.view(batch, heads, segments, 2).sum((0, 2)).t()
+            grad_powers = powers_gradient(start, query, batch, value.shape[3], sums)
         return *grads, *(None for _ in range(5)), *state, grad_powers, *(None for _ in ctx.options)
 
 
-def _state(flat: Tensor, query: Tensor, batch: int, value_dim: int, sums: int) -> list[Tensor]:
+def state_views(flat: Tensor, query: Tensor, batch: int, value_dim: int, sums: int) -> list[Tensor]:
     """The three tensors of a state as views of one buffer."""
     heads, dim = query.shape[1], query.shape[3]
     shapes = (batch, heads, sums, dim), (batch, heads, dim, value_dim), (batch, heads, 3)
     starts = itertools.accumulate(state_sizes(batch * heads, dim, value_dim, sums), initial=0)
     return [flat[start : start + math.prod(shape)].view(shape) for start, shape in zip(starts, shapes, strict=False)]
+
+
+def powers_gradient(flat: Tensor, query: Tensor, batch: int, value_dim: int, sums: int) -> Tensor:
+    """The gradient of the powers (2, H), from the parts that follow the gradient of a state in one buffer."""
+    heads, dim = query.shape[1], query.shape[3]
+    parts = flat[sum(state_sizes(batch * heads, dim, value_dim, sums)) :]
+    segments = parts.shape[0] // max(2 * batch * heads, 1)
+    # of each sequence, head and segment, added up in a fixed order
+    return parts.view(batch, heads, segments, 2).sum((0, 2)).t()
 
 
 def _forward(
@@ -163,7 +168,7 @@ def _forward(
         given = [part for part in (sums, memory, scalars) if part is not None]
         variant = variant_of(options)
         before = given or empty_state(query, value, variant)
-        parts = _state(end, query, _sequences(query, bounds), value.shape[3], num_sums(variant))
+        parts = state_views(end, query, _sequences(query, bounds), value.shape[3], num_sums(variant))
         for part, old in zip(parts, before, strict=True):
             part.copy_(old)
         return result, end, kept
@@ -176,7 +181,7 @@ def _forward(
         result.zero_()
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
     scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
-    positions = _positions(mask)
+    positions = positions_of(mask)
     saved = query, key, value, mask, positions, bounds, powers, scalars, result, kept
     ahead = functools.partial(_backward_kernels, *saved, longest, options) if keep else None
     inputs = query, key, value, positions, bounds, powers, sums, memory, scalars
@@ -202,7 +207,7 @@ def _backward_kernels(
     meta, rest = torch.device("meta"), (bounds, powers, result, None, scalars, result, kept)
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
     start, scratch = empty(plan.start, meta), empty(plan.backward_scratch, meta)
-    outs = query, *_key_gradients(query, key, value, meta), start
+    outs = query, *key_gradients(query, key, value, meta), start
     return plan.backward(*arguments((query, key, value, positions, *rest, *outs, scratch)))
 
 
@@ -225,9 +230,8 @@ def _backward(
     powers, the latter of each segment."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     grad_end, scalars, powers = contiguous(grad_end), contiguous(scalars), contiguous(powers)
-    shared = query.shape[1] // max(key.shape[1], 1)
     grad_query = torch.empty_like(query)
-    grad_key, grad_value = _key_gradients(query, key, value, query.device)
+    grad_key, grad_value = key_gradients(query, key, value, query.device)
     if bounds is not None:
         for x in (grad_query, grad_key, grad_value):
             x.zero_()
@@ -241,14 +245,11 @@ def _backward(
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
     start, scratch = empty(plan.start, query.device), empty(plan.backward_scratch, query.device)
     outs = grad_query, grad_key, grad_value, start
-    plan.launches((query, key, value, _positions(mask), *rest, *outs, scratch), plan.backward)
-    if shared > 1:
-        # in this dtype also under autocast, which would choose float32
-        grad_key, grad_value = (x.unflatten(1, (-1, shared)).sum(2, dtype=x.dtype) for x in (grad_key, grad_value))
-    return grad_query, grad_key, grad_value, start
+    plan.launches((query, key, value, positions_of(mask), *rest, *outs, scratch), plan.backward)
+    return grad_query, add_shared(grad_key, key), add_shared(grad_value, value), start
 
 
-def _key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> list[Tensor]:
+def key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> list[Tensor]:
     """Uninitialised gradients of key and value, one for every query head.
 
     Those of query heads that share a key head are added up in a fixed order afterwards.
@@ -256,6 +257,15 @@ def _key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.devi
     if query.shape[1] == key.shape[1]:
         return [torch.empty_like(x, device=device) for x in (key, value)]
     return [x.new_empty(*query.shape[:2], *x.shape[2:], device=device) for x in (key, value)]
+
+
+def add_shared(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x (B, H_kv, N, ...), from one for every query head."""
+    if grad.shape[1] == x.shape[1]:
+        return grad
+    # in this dtype also under autocast, which would choose float32
+    total: Tensor = grad.unflatten(1, (x.shape[1], -1)).sum(2, dtype=grad.dtype)
+    return total
 
 
 def _empty_outputs(
@@ -286,7 +296,7 @@ def _sequences(query: Tensor, bounds: Bounds) -> int:
     return query.shape[0] if bounds is None else bounds.shape[0] - 1
 
 
-def _positions(mask: Mask) -> Tensor | None:
+def positions_of(mask: Mask) -> Tensor | None:
     """How many tokens of a sequence there are up to each, negative where it is masked itself."""
     if mask is None:
         return None

@@ -98,6 +98,10 @@ class CausalPlan(Plan):
         start: the same of the gradient of the first state, then of the parts of that of the powers.
     """
 
+    is_cut = (
+        False  # whether the tokens are one rank's part: what is before the first segment is then found as for others
+    )
+
     def __init__(self, tensors: Signatures, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
         scale, variant = options[0], variant_of(options)
         (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, powers, *_ = tensors
@@ -106,6 +110,7 @@ class CausalPlan(Plan):
         super().__init__(wgmma=_is_uniform(dim, value_dim))
         self.rows = heads * (batch if bounds is None else bounds[0][0] - 1)
         self.segments = segment_count(self.rows, longest, device)
+        self.is_split = self.segments > 1 or self.is_cut
         self.config = config(dtype, dim, value_dim, variant.feature_map)
         self.size = segment_chunks(longest, self.segments, self.config.chunk) * self.config.chunk
         self.plane = batch * heads * length
@@ -133,7 +138,7 @@ class CausalPlan(Plan):
         self.raised = {"RAISED": self.features["PRECISION"] != "bf16" or self.eps > NEGLIGIBLE_EPS}
         # of W; a number of None is no parameter of a kernel
         self.competing_eps = variant.flow_eps if variant.renormalize else None
-        self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.segments > 1}
+        self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.is_split}
         # REVERSE and BALANCE of each launch of gradient_kernel: those for dQ, then the one for dK
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         for_queries = [(0, "own")] if self.feature_tiles == 1 else tiled
@@ -156,13 +161,13 @@ class CausalPlan(Plan):
         # per segment Σk and Σq, Σk/O and Σq/I, log Σ exp(Ô), S; per token Î and Ô; per chunk Σk/O and Σq/I; per segment
         # Σ c k
         sizes = vectors, vectors, rows * segments, memories, 2 * self.plane, 2 * (sums // num_sums(variant)), competing
-        self.forward_scratch = [aligned(size) for size in sizes] if segments > 1 else []
+        self.forward_scratch = [aligned(size) for size in sizes] if self.is_split else []
         # per token the planes; per chunk the gradients after it; per segment dΣk and dΣq, and Z
         planes = GRAD_PLANES.value + 2 * tiles
         if any(balance == "measured" for _, balance in self.gradients):
             planes += 2 * self.feature_tiles
         backward = [planes * self.plane, sums, vectors, rows * segments * tiles]
-        if segments > 1:
+        if self.is_split:
             # d(Σk/O) and d(Σq/I), Σ (k + ε) exp(Ô − L_end)/D, dS, dS after each segment, and d(Σ c k)
             backward += [vectors * tiles, vectors // 2, memories, memories, competing * tiles]
         self.backward_scratch = [aligned(size) for size in backward]
@@ -188,7 +193,7 @@ class CausalPlan(Plan):
         end_sums, end_memory, end_scalars = end.split(self.state)
         config, kinds = self.config, self.split | self.keep
         partial = conserved = local_flows = local_sums = competing = None
-        if self.segments > 1:
+        if self.is_split:
             partial, conserved, totals, increments, local_flows, local_sums, competing = scratch.split(
                 self.forward_scratch
             )
@@ -211,7 +216,7 @@ class CausalPlan(Plan):
             (self.plane, *self.tokens, self.eps, self.flow_eps, self.clamp),
             self.features | self.roles | kinds,
         )  # fmt: skip
-        if self.segments > 1:
+        if self.is_split:
             yield self._kernel(
                 forward_flows.conserve_kernel,
                 config.sums,
@@ -278,7 +283,7 @@ class CausalPlan(Plan):
         features = self.features | {"TILES": self.value_tiles}
         tokens, extras = (query, key, value, grad, result, grad_value), (positions, bounds, powers, scalars)
         grad_memories, conserved, reaching, competing = grad_memory, None, None, None
-        if self.segments > 1:
+        if self.is_split:
             conserved, reaching, increments, grad_memories, competing = of_segments
             yield self._kernel(
                 backward_v.grad_memory_kernel,
@@ -324,7 +329,9 @@ class CausalPlan(Plan):
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
                 # the sums of the last state do change when q is scaled, so they may have no gradient; qS/W is no sum
-                "CENTRE": self.centre if not reverse and (grad_end is None or self.is_renormalized) else 0.0,
+                "CENTRE": 0.0
+                if reverse or (self._has_end_gradient(grad_end) and not self.is_renormalized)
+                else self.centre,
             }
             yield self._kernel(
                 backward_qk.gradient_kernel,
@@ -338,6 +345,10 @@ class CausalPlan(Plan):
                 features | constants | self.renormalize | self.raised | {"BALANCE": balance, "REVERSE": reverse},
                 tiles=self.feature_tiles,
             )  # fmt: skip
+
+    def _has_end_gradient(self, grad_end: Argument | None) -> bool:
+        """Whether the state after the last token of the sequence may have a gradient."""
+        return grad_end is not None
 
     def _renormalized(self, *arguments: Argument | None) -> Sequence[Argument | None]:
         """What only kernels of a renormalised variant take: an argument of None is no parameter of a kernel."""
