@@ -98,9 +98,8 @@ class CausalPlan(Plan):
         start: the same of the gradient of the first state, then of the parts of that of the powers.
     """
 
-    is_cut = (
-        False  # whether the tokens are one rank's part: what is before the first segment is then found as for others
-    )
+    # whether the tokens are one rank's part: what is before its first segment is then found as for the others
+    is_cut = False
 
     def __init__(self, tensors: Signatures, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
         scale, variant = options[0], variant_of(options)
