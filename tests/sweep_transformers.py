@@ -218,7 +218,8 @@ def _sees_ahead(model: PreTrainedModel, inputs: dict[str, Tensor]) -> bool | Non
     if result.shape[:2] != tokens.shape:
         return None
     changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], 1)
-    return distance(result[:, :-1], _result(model, inputs | {"input_ids": changed})[:, :-1]) > 1e-12
+    # experts in float32 may round differently when other tokens are with them; what attention passes on is larger
+    return distance(result[:, :-1], _result(model, inputs | {"input_ids": changed})[:, :-1]) > 1e-6
 
 
 def _result(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
