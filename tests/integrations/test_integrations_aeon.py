@@ -137,6 +137,16 @@ class TestSeeds:
         np.testing.assert_array_equal(first.predict_proba(X), again.predict_proba(X))
         assert (first.predict_proba(X) != other.predict_proba(X)).any()
 
+    def test_the_default_dtype_of_torch_does_not_matter(self):
+        X, y, _ = waves()
+        torch.set_default_dtype(torch.float64)
+        try:
+            classifier = FlowformerClassifier(**SMALL).fit(X, y)
+            assert {parameter.dtype for parameter in classifier.model_.parameters()} == {torch.float32}
+            classifier.predict(X)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
     def test_random_state_object_draws_on(self):
         X, y, _ = waves()
         random = np.random.RandomState(0)

@@ -302,6 +302,9 @@ def test_errors_of_environments():
     for env, dim in ((Game(), 3), (Choices(), 2)):
         with pytest.raises(ValueError, match=rf"action_dim={dim} discrete actions needs Discrete\({dim}\), got"):
             DecisionPolicy(randomized(replace(CHOOSING, action_dim=dim)), 1.0).reset(env)
+    policy.reset(envs)
+    with pytest.raises(ValueError, match=r"an observation must have shape \(2,\), got \(1,\)"):
+        policy.act(np.zeros((3, 1)))
     envs.metadata = {}
     with pytest.raises(ValueError, match="does not say how it resets"):
         policy.reset(envs)

@@ -198,3 +198,14 @@ def test_errors_of_recordings():
     numbers = minari.EpisodeData(0, np.zeros((5, 2)), np.zeros(4), np.zeros(4), flags, flags, {})
     with pytest.raises(TypeError, match=r"actions must be arrays .*\(steps,\) integers, got ndarray of shape \(4,\)"):
         read_episodes([numbers])
+    whole = {"observations": np.zeros((5, 2)), "actions": np.zeros((4, 1)), "rewards": np.zeros(4)}
+    for name, value, message in (
+        ("observations", np.zeros((3, 2)), r"as many rewards and observations as actions; got actions \(4, 1\)"),
+        ("rewards", np.zeros((4, 1)), r"rewards \(4, 1\)"),
+        ("actions", np.zeros((0, 1)), "at least one step"),
+        ("observations", np.full((5, 2), np.nan), "NaN or infinite"),
+        ("rewards", np.full(4, np.inf), "NaN or infinite"),
+    ):
+        parts = whole | {name: value}
+        with pytest.raises(ValueError, match=message):
+            read_episodes([minari.EpisodeData(0, **parts, terminations=flags, truncations=flags, infos={})])

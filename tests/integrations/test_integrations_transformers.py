@@ -389,6 +389,12 @@ def test_wrong_inputs_are_refused():
         model(PROMPTS, inputs_embeds=model.get_input_embeddings()(PROMPTS))
     with pytest.raises(ValueError, match="no linear form"):
         model(PROMPTS, attention_mask=torch.ones(3, 1, 7, 7))
+    with pytest.raises(ValueError, match=r"\(3, 7\), got \(3, 9\): it covers"):
+        model(PROMPTS, attention_mask=torch.ones(3, 9))
+    with pytest.raises(TypeError, match="got a tuple that cannot hold the state"):
+        model(PROMPTS, past_key_values=())
+    with pytest.raises(ValueError, match="a cache of 3 sequences and tokens of 1"):
+        model(PROMPTS[:1], past_key_values=model(PROMPTS).past_key_values)
 
 
 def test_a_step_of_the_trainer(tmp_path):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
 from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, StaticCache
 
 from flowformer.integrations.transformers import FlowCache, FlowCacheLayer
+from flowformer.integrations.transformers.served import current_cache
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 TEXT = TINY | {"vocab_size": 23, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -38,8 +40,8 @@ def _seed():
     torch.manual_seed(0)
 
 
-def decoder(name: str):
-    config = copy.deepcopy(MODELS[name])
+def decoder(chosen: str | PreTrainedConfig):
+    config = copy.deepcopy(MODELS[chosen] if isinstance(chosen, str) else chosen)
     model = randomized(AutoModelForCausalLM.from_config(config, attn_implementation="flow_attention"))
     model.generation_config.eos_token_id = None  # so that all rows run to the end
     model.generation_config.pad_token_id = 0
@@ -133,6 +135,52 @@ def test_a_prefix_is_shared_by_copies_and_snapshots():
         cache.restore(kept[:1])
 
 
+def test_recurrent_layers_beside_the_attention_are_copied_too():
+    """Those of transformers change their tensors in place."""
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+    model = decoder(transformers.BambaConfig(**TEXT, num_key_value_heads=2, attn_layer_indices=[1], **mamba))
+    cache, token = FlowCache(model.config), PROMPTS[:, :1]
+    with torch.no_grad():
+        model(PROMPTS, past_key_values=cache)
+        kept, other = cache.snapshot(), cache.copy()
+        expected = model(token, past_key_values=cache).logits
+        assert torch.equal(model(token, past_key_values=other).logits, expected)
+        for _ in range(2):
+            cache.restore(kept)
+            assert torch.equal(model(token, past_key_values=cache).logits, expected)
+
+
+def test_a_module_that_runs_several_times_has_a_past_for_each():
+    sizes = {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "head_dim": 8}
+    text = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
+    model = decoder(transformers.HrmTextConfig(**text, **sizes))
+    assert_cache_changes_nothing(model, {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2),  # attends twice
+        transformers.FalconH1Config(**TEXT, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_layers_that_need_more_than_one_state_do_not_decode(config):
+    model = decoder(config)
+    with pytest.raises(NotImplementedError, match=r"one FlowState a layer\. Pass use_cache=False"):
+        model.generate(PROMPTS, max_new_tokens=2)
+    model.generate(PROMPTS, max_new_tokens=2, use_cache=False)
+
+
+@pytest.mark.parametrize("length", [3, 9])
+def test_a_mask_covers_the_cache_and_the_new_tokens(length):
+    model = decoder("llama")
+    cache = FlowCache(model.config)
+    model(PROMPTS[:, :4], past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"\(3, 7\), got \(3, {length}\)"):
+        model(PROMPTS[:, 4:], past_key_values=cache, attention_mask=torch.ones(3, length))
+
+
 def test_memory_does_not_grow_with_the_text():
     model = decoder("llama").float()
 
@@ -149,10 +197,25 @@ def test_memory_does_not_grow_with_the_text():
     assert numbers(5) == numbers(120)
 
 
-def test_the_layers_keep_no_cache_after_a_forward_pass():
+def test_no_cache_is_kept_after_a_forward_pass():
     model = decoder("gpt2")
     model(PROMPTS, past_key_values=FlowCache(model.config))
-    assert all(getattr(module, "_flow_cache", None) is None for module in model.modules())
+    assert current_cache() is None
+
+
+def test_threads_share_a_model():
+    """While an attention layer is at work, another thread runs the model with a cache of its own."""
+    model = decoder("llama")
+    whole, cache = model(PROMPTS, use_cache=False).logits, FlowCache(model.config)
+
+    def interrupt(module, args):
+        handle.remove()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(model, PROMPTS, past_key_values=FlowCache(model.config)).result()
+
+    handle = model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(interrupt)
+    parts = [model(part, past_key_values=cache).logits for part in PROMPTS.split(4, 1)]
+    assert_close(torch.cat(parts, 1), whole)
 
 
 def test_tokens_cannot_be_taken_back():

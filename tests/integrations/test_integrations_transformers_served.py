@@ -248,6 +248,16 @@ def test_a_compiled_model_is_the_model():
         assert_close(compiled(PROMPTS, use_cache=False, **options).last_hidden_state, expected)
 
 
+def test_an_exported_model_takes_a_mask():
+    """Without one transformers looks for packed sequences, and a graph cannot tell them."""
+    model, mask = existing(LLAMA), torch.ones_like(PROMPTS)
+    exported = torch.export.export(model, (PROMPTS,), {"attention_mask": mask, "use_cache": False}).module()
+    expected = model(PROMPTS, attention_mask=LEFT, use_cache=False).last_hidden_state
+    assert_close(exported(PROMPTS, attention_mask=LEFT, use_cache=False).last_hidden_state, expected)
+    with pytest.raises(NotImplementedError, match="Pass an attention_mask"):
+        torch.export.export(model, (PROMPTS,), {"use_cache": False})
+
+
 def test_packed_rows_of_unequal_bounds():
     packed = and_masks(causal_mask_function, packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]])))
     assert flow_attention_mask(2, 4, 4, mask_function=packed).tolist() == [0, 2, 4, 5, 7, 8]

@@ -221,6 +221,12 @@ MISTAKES = {
         TypeError,
         "1-d tensor of integer|(1, 2)",
     ),
+    "select by a list": (lambda: FlowState.empty(2, 1, 1).select([0, 1]), TypeError, "1-d tensor of integer|got list"),
+    "zero rows by a list": (
+        lambda: FlowState.empty(2, 1, 1).zero_rows([True, False]),
+        TypeError,
+        "bool tensor of shape (2,)|got list",
+    ),
     "zero rows by index": (
         lambda: FlowState.empty(2, 1, 1).zero_rows(torch.tensor([1])),
         TypeError,

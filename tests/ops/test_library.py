@@ -206,6 +206,12 @@ class TestCompile:
             compiled(x, prefix_mask(9, *sizes))
         assert counter.frame_count == 1
 
+    def test_the_scale_may_vary(self):
+        x = random_inputs()[0]
+        compiled = torch.compile(lambda scale: flow_attention(x, x, x, scale=scale), backend="eager", fullgraph=True)
+        for scale in (0.5, 0.25, 2.0):  # symbolic from the second on
+            close(compiled(scale), flow_attention(x, x, x, scale=scale))
+
     def test_mistakes_are_still_said(self):
         """Checks run while tracing: a wrong shape does not become a wrong graph."""
         query, key, value = random_inputs()

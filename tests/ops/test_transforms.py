@@ -106,6 +106,17 @@ class TestFunctionTransforms:
         for found, truth in zip(jacobians("torch"), jacobians("reference"), strict=True):
             close(found, truth)
 
+    @pytest.mark.parametrize("backend", [None, "torch"])
+    def test_batched_gradients_are_a_loop(self, is_causal, backend):
+        """As of torch.autograd.functional.jacobian(vectorize=True)."""
+        leaves = [x.requires_grad_() for x in random_inputs()]
+        result = flow_attention(*leaves, is_causal=is_causal, backend=backend)
+        directions = torch.randn(3, *result.shape, dtype=result.dtype)
+        found = torch.autograd.grad(result, leaves, directions, is_grads_batched=True, retain_graph=True)
+        truth = [torch.autograd.grad(result, leaves, direction, retain_graph=True) for direction in directions]
+        for grads, expected in zip(found, zip(*truth, strict=True), strict=True):
+            close(grads, torch.stack(expected))
+
     def test_second_derivatives_under_vmap_are_refused(self, is_causal):
         inputs = random_inputs(batch=1, heads=1, sinks=4, dim=2)
         twice = torch.func.jacrev(torch.func.jacrev(lambda *x: flow_attention(*x, is_causal=is_causal).sum()))

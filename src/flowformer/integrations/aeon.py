@@ -140,7 +140,8 @@ class TrainedEstimator(NetworkEstimator):
         random = check_random_state(self.random_state)
         held_out = self._hold_out(strata, random)
         with self._seeded(random):
-            model = self._network(len(self.channel_mean_), num_outputs, max(map(len, series))).to(self._device())
+            model = self._network(len(self.channel_mean_), num_outputs, max(map(len, series)))
+            model = model.to(self._device(), torch.float32)  # that of the series, whatever torch's default
             self._optimise(model, series, target.to(self._device()), loss, held_out)
         self._keep(model)
 

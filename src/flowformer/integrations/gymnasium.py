@@ -107,6 +107,8 @@ class DecisionPolicy:
         rollout = self._playing()
         weight = self.model.action_head.weight
         observations = np.asarray(observations) if self._is_vector else np.asarray(observations)[None]
+        if observations.shape[-1:] != self.state_mean.shape:  # numpy would repeat a single number
+            raise ValueError(f"an observation must have shape {self.state_mean.shape}, got {observations.shape[1:]}.")
         state = torch.as_tensor((observations - self.state_mean) / self.state_std).to(weight)
         return_to_go = torch.as_tensor(self._return_to_go / self.return_scale).to(weight)
         action, rollout = self.model.act(return_to_go, state, rollout)
@@ -243,6 +245,8 @@ def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_sc
     recorded = _recorded(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
+    if not all(np.isfinite(part).all() for episode in recorded for part in episode[:3]):
+        raise ValueError("the episodes hold NaN or infinite numbers. Leave out those that do.")
     # the first choice of the discrete space of a minari dataset, which may not be 0
     start = getattr(getattr(episodes, "action_space", None), "start", 0)
     together = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
@@ -278,8 +282,14 @@ def _recorded(episodes: Any) -> list[Episode]:
         observations, actions = episode.observations, episode.actions
         _check_recorded("observations", observations)
         _check_recorded("actions", actions, discrete=True)
+        steps, rewards = len(actions), np.asarray(episode.rewards)
+        if not steps or rewards.shape != (steps,) or len(observations) < steps:
+            raise ValueError(
+                f"an episode needs at least one step, and as many rewards and observations as actions; got actions "
+                f"{actions.shape}, rewards {rewards.shape} and observations {observations.shape}."
+            )
         # an episode holds one observation more than actions: the last, in which nothing was done
-        recorded.append(Episode(observations[: len(actions)], actions, episode.rewards, False))
+        recorded.append(Episode(observations[:steps], actions, rewards, False))
     return recorded
 
 

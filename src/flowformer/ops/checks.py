@@ -125,7 +125,7 @@ def scale(scale: float | None) -> float:
         return 1.0
     if isinstance(scale, Tensor) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}. Multiply query and key instead.")
-    if isinstance(scale, float) and not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # math.isfinite is not traced where the scale is symbolic
         raise ValueError(f"scale must be finite, got {scale}.")
     return float(scale)
 

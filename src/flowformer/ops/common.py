@@ -75,6 +75,8 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 
 _WITH_DATA = (Tensor, torch.nn.Parameter, type(None))
+# torch.autograd.grad(is_grads_batched=True) maps the backward operators, by a vmap older than torch.func's
+_GRADS_BATCHED = torch._C._dispatch_key_parse("VmapMode")
 
 
 def _is_observed(args: tuple[Any, ...]) -> bool:
@@ -83,6 +85,7 @@ def _is_observed(args: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_GRADS_BATCHED)
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
         or args[0].is_meta

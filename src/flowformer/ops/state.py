@@ -120,20 +120,16 @@ class FlowState:
 
     def select(self, rows: Tensor) -> FlowState:
         """The states of these rows, in this order: (R,) integer indices, repeats allowed, as beam search needs."""
-        if rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
-            raise TypeError(
-                f"select takes a 1-d tensor of integer row indices, got {rows.dtype} of shape {tuple(rows.shape)}."
-            )
+        is_tensor = isinstance(rows, Tensor)
+        if not is_tensor or rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
+            raise TypeError(f"select takes a 1-d tensor of integer row indices, got {_kind(rows)}.")
         return FlowState(*(part.index_select(0, rows.to(part.device)) for part in self.pack()))
 
     def zero_rows(self, rows: Tensor) -> FlowState:
         """The same state with the rows where `rows` (B,) bool is True put back to "nothing yet"."""
         batch = self.memory.shape[0]
-        if rows.dtype != torch.bool or rows.shape != (batch,):
-            raise TypeError(
-                f"zero_rows takes a bool tensor of shape ({batch},), True = start over, "
-                f"got {rows.dtype} of shape {tuple(rows.shape)}."
-            )
+        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (batch,):
+            raise TypeError(f"zero_rows takes a bool tensor of shape ({batch},), True = start over, got {_kind(rows)}.")
         empty = FlowState.empty(*self.memory.shape, device=self.device, dtype=self.dtype)
         rows = rows.to(self.device)[:, None, None]
         return FlowState(
@@ -141,6 +137,10 @@ class FlowState:
             self.memory.masked_fill(rows[..., None], 0),
             torch.where(rows, empty.scalars, self.scalars),
         )
+
+
+def _kind(x: object) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def num_sums(variant: FlowVariant | None) -> int:

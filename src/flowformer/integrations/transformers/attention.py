@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varlen
+from ...ops.common import is_exporting
 from .cache import NAME, FlowCacheLayer
 from .context import group_of
 from .heads import KEPT, FlowHeads
-from .served import ATTENDS_ELSEWHERE, is_cross_attention, refuse
+from .served import ATTENDS_ELSEWHERE, current_cache, is_cross_attention, refuse
 from .softmax import Tokens, softmax_attention, window_attention
 
 if TYPE_CHECKING:
@@ -160,10 +162,20 @@ def flow_attention_mask(
     padding is one number expanded. Where a row holds several sequences, packed or in chunks, their bounds (R + 1,).
     Any other pattern has no linear form and is an error.
     """
+    if attention_mask is not None and attention_mask.shape[1] != kv_length:
+        raise ValueError(
+            f"attention_mask must cover the tokens in the cache and the new ones, {(batch_size, kv_length)}, got "
+            f"{tuple(attention_mask.shape)}."
+        )
     is_causal = _is_causal(mask_function)
     # where lengths differ and nothing is causal, queries attend to another sequence, which the attention refuses
     is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     is_plain = is_plain or (q_length != kv_length and not is_causal)
+    if not is_plain and is_exporting():
+        raise NotImplementedError(
+            f"{NAME} cannot look for packed sequences, chunks or windows in an exported graph. Pass an attention_mask "
+            "to say that rows are not packed; models with chunks or windows are not exported."
+        )
     positions = torch.arange(kv_length, device=device).expand(batch_size, kv_length)
     starts = None if is_plain or use_vmap else _starts(mask_function, positions)
     if is_plain or (starts is not None and not starts[:, 1:].any()):
@@ -241,12 +253,17 @@ def bounds(starts: Tensor) -> Tensor:
 
 
 def _past(module: nn.Module) -> FlowCacheLayer | None:
-    """What the layer keeps of the tokens before these, or None without a cache; found by a hook, see `served.py`."""
-    cache = getattr(module, "_flow_cache", None)
+    """What the layer keeps of the tokens before these, or None without a cache; hooks find it, see `served.py`."""
+    cache: Any = current_cache()
     if cache is None:
         return None
-    index = getattr(module, "layer_idx", None)
-    layer = cache.layers[index] if index is not None and index < len(cache.layers) else None
+    index, cache._flow_layer = getattr(cache, "_flow_layer", None), None
+    layer = None if index is None else cache.layers[index]
+    if layer is None or isinstance(layer, LinearAttentionCacheLayerMixin):
+        raise NotImplementedError(
+            f"{type(module).__name__} cannot decode with {NAME}: it attends twice, with the keys of another layer, or "
+            "beside a recurrent state, but a cache holds one FlowState a layer. Pass use_cache=False."
+        )
     if not isinstance(layer, FlowCacheLayer):
         raise TypeError(
             f"got a {type(cache).__name__} without a state for this {type(module).__name__}: keys and values alone "

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -141,20 +142,25 @@ class FlowCache(DynamicCache):
             )
 
     def snapshot(self) -> list[Any]:
-        """The past as it is now, to `restore`. Costs next to nothing: no layer changes its tensors in place."""
-        return [copy.copy(layer) for layer in self.layers]
+        """The past as it is now, to `restore`. Costs next to nothing but for recurrent layers beside the attention."""
+        return [_kept(layer) for layer in self.layers]
 
     def restore(self, snapshot: list[Any]) -> None:
         """Come back to a snapshot, of this cache or of another one of the same model."""
         if len(snapshot) != len(self.layers):
             raise ValueError(f"the snapshot is that of {len(snapshot)} layers, but the cache has {len(self.layers)}.")
-        self.layers = [copy.copy(layer) for layer in snapshot]
+        self.layers = [_kept(layer) for layer in snapshot]
 
     def copy(self) -> FlowCache:
         """Another cache with the same past, from where the two go on apart."""
         other = copy.copy(self)
         other.restore(self.snapshot())
         return other
+
+
+def _kept(layer: Any) -> Any:
+    """A copy that later tokens leave as it is: recurrent layers of transformers change their tensors in place."""
+    return copy.deepcopy(layer) if isinstance(layer, LinearAttentionCacheLayerMixin) else copy.copy(layer)
 
 
 def with_states(layers: list[Any], kept: Collection[int]) -> list[Any]:

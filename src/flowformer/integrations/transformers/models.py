@@ -112,11 +112,6 @@ class FlowformerModel(FlowformerPreTrainedModel):
         if kwargs.get("output_attentions"):
             warn_no_weights()
         x = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask must be (batch, length), got {tuple(attention_mask.shape)}: a mask of pairs of tokens "
-                "has no linear form."
-            )
         if position_ids is not None:
             position_ids = position_ids.expand(x.shape[:2])
             if cu_seq_lens_q is None and attention_mask is None and past_key_values is None:
@@ -132,8 +127,8 @@ class FlowformerModel(FlowformerPreTrainedModel):
             cache = None
             x, hidden_states = self._run_packed(x, cu_seq_lens_q, output_hidden_states)
         else:
-            cache = self._cache(past_key_values, use_cache)
-            mask = None if attention_mask is None else attention_mask[:, -x.shape[1] :].bool()
+            cache = self._cache(past_key_values, use_cache, len(x))
+            mask = None if attention_mask is None else self._mask(attention_mask, x, cache)
             x, hidden_states = self._run(x, mask, position_ids, cache, output_hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -141,7 +136,7 @@ class FlowformerModel(FlowformerPreTrainedModel):
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    def _cache(self, cache: Cache | None, use_cache: bool | None, batch: int) -> Cache | None:
         if use_cache is None:
             use_cache = self.config.use_cache and self.config.is_causal and not self.training
         if cache is None and not use_cache:
@@ -149,12 +144,26 @@ class FlowformerModel(FlowformerPreTrainedModel):
         if not self.config.is_causal:
             raise ValueError("got a cache or use_cache=True, but a model with is_causal=False has no past to keep.")
         cache = DynamicCache(config=self.config) if cache is None else cache
-        if not cache.layers or not all(isinstance(layer, FlowCacheLayer) for layer in cache.layers):
+        layers = getattr(cache, "layers", ())
+        if not layers or not all(isinstance(layer, FlowCacheLayer) for layer in layers):
             raise TypeError(
                 f"got a {type(cache).__name__} that cannot hold the state of Flow-Attention. Pass "
                 "DynamicCache(config=model.config), or no cache: the model then makes its own."
             )
+        if layers[0].batch_size not in (-1, batch):
+            raise ValueError(f"got a cache of {layers[0].batch_size} sequences and tokens of {batch}.")
         return cache
+
+    def _mask(self, mask: Tensor, x: Tensor, cache: Cache | None) -> Tensor:
+        """Which of the new tokens take part, (B, N) bool."""
+        batch, new = x.shape[:2]
+        past = 0 if cache is None else cache.get_seq_length()
+        if mask.shape not in ((batch, new), (batch, past + new)):
+            raise ValueError(
+                f"attention_mask must be (batch, length) = {(batch, past + new)}, got {tuple(mask.shape)}: it covers "
+                "the tokens in the cache and the new ones, and a mask of pairs of tokens has no linear form."
+            )
+        return mask[:, mask.shape[1] - new :].bool()
 
     def _run(self, x, mask, positions, cache, output_hidden_states) -> tuple[Any, list[Any]]:
         """The layers on embeddings (B, N, W): the normed result, and if asked the input of each layer before it."""

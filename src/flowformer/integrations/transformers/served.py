@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -152,10 +153,10 @@ def prepare(model: PreTrainedModel) -> None:
     """Have the positions of a model follow its mask, and its attention layers find their cache."""
     model._is_stateful = True  # generate then refuses what would need to take tokens back
     for _, layer in attention_layers(model):
-        if not hasattr(layer, "_flow_cache"):
+        if not hasattr(layer, "_finds_flow_cache"):
             layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
             layer.register_forward_hook(_after_attention, always_call=True)
-        layer._flow_cache = None  # type: ignore[assignment]
+        layer._finds_flow_cache = True  # type: ignore[assignment]
     names = list(inspect.signature(model.forward).parameters)
     hands_on = any("attention_mask" in inspect.signature(part.forward).parameters for part in parts_of(model)[1:])
     # some models count by rules of their own that follow the mask, and some leave it to a model inside
@@ -168,13 +169,21 @@ def prepare(model: PreTrainedModel) -> None:
     model._flow_padding = next((part.padding_idx for part in like_roberta), None)  # type: ignore[assignment]
 
 
+_thread = threading.local()  # threads may share a model, but not a cache
+
+
+def current_cache() -> Cache | None:
+    """The cache that was passed to the attention layer at work."""
+    return getattr(_thread, "cache", None)
+
+
 def _before_attention(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Tell the attention function of the cache, which is passed to its layer only."""
-    layer._flow_cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+    _thread.cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
 
 
 def _after_attention(layer: Any, args: tuple, output: Any) -> None:
-    layer._flow_cache = None
+    _thread.cache = None
 
 
 def _before_forward(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -356,6 +365,13 @@ def keep_states(original: Callable, cache: Any, *args, **kwargs) -> None:
     if is_flow(decoder):
         exchange = Exchange.of(decoder)
         cache.layers = with_states(cache.layers, () if exchange is None else exchange.keep_layers)
+
+
+@extends(Cache, "update")
+def note_layer(original: Callable, cache: Any, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> Any:
+    """Tell the attention function which layer of the cache its tokens belong to; a module may run for several."""
+    cache._flow_layer = layer_idx
+    return original(cache, key, value, layer_idx, *args, **kwargs)
 
 
 @extends(ContinuousMixin, "init_continuous_batching")
