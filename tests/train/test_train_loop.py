@@ -349,7 +349,8 @@ def test_two_processes_compute_what_one_does(tmp_path):
         f"import sys, pathlib\nsys.path[:0] = {folders!r}\n"
         f"import test_train_loop\ntest_train_loop.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
     )
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    # as on a machine without a GPU
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name, (config, splits) in moved_runs().items():
         stop_at_4(replace(config, parallel="ddp"), tmp_path / "1 to 2" / name, splits)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

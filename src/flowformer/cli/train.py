@@ -87,9 +87,11 @@ def train(
     except loop.Interrupted as stopped:
         errors.print(f"{stopped} To go on: the same command with --resume.")
         raise typer.Exit(130) from stopped
+    if not is_main():
+        return
     if as_json:
         print(json.dumps({**result, "folder": str(folder)}))
-    elif is_main():
+    else:
         _print_result(result, to_dict(config), folder)
 
 
@@ -134,9 +136,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a trained model again."""
+    from ..train.record import is_main
     from ..train.results import evaluate_run
 
     scores = evaluate_run(run, model=model, split=split, data_dir=data)
+    if not is_main():
+        return
     if as_json:
         print(json.dumps(scores))
         return

@@ -19,7 +19,7 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .engine import Share
+from .engine import Share, without_gpu
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
@@ -241,7 +241,7 @@ def evaluate_run(
     dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=without_gpu())
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
     share = Share(accelerator.process_index, accelerator.num_processes)
