@@ -219,8 +219,19 @@ class TestCollect:
     def test_a_damaged_run_is_named(self, vowels, content):
         path = next(vowels.rglob("provenance.json"))
         path.unlink() if content is None else path.with_name("result.json").write_text(content)
-        with pytest.raises(ValueError, match=rf"{path.parent.name} is damaged: .* Copy it again, or delete it"):
+        with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read .* Copy it again"):
             collect([vowels])
+
+    @pytest.mark.parametrize(
+        "damage", [lambda row: row[:-9], lambda row: f"{row},9", lambda row: row.replace("0,", "zero,")]
+    )
+    def test_a_damaged_line_of_a_table_is_named(self, vowels, tmp_path, damage):
+        path = tmp_path / "kept.csv"
+        write_csv([{**row, "folder": "x"} for row in collect([vowels])], path)
+        header, first, *others = path.read_text().splitlines()
+        path.write_text("\n".join([header, first, damage(others[0])]))
+        with pytest.raises(ValueError, match=r"kept\.csv, line 3 is damaged: .* Copy it again"):
+            collect([path])
 
     def test_half_a_run_is_no_result(self, vowels):
         rows = collect([vowels])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .._utils import check_literals, check_positive, suggestion
+from .._utils import check_between, check_choice, check_literals, check_positive, read_json, suggestion
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
@@ -178,7 +178,10 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
 
 
 def load(path: Path) -> TrainConfig:
-    return from_dict(json.loads(path.read_text()))
+    fields = read_json(path)
+    if "recipe" not in fields:
+        raise ValueError(f"{path} is not of a run, but has {', '.join(fields)}. Pass the folder of a run.")
+    return from_dict(fields)
 
 
 def keys(config: TrainConfig) -> dict[str, Any]:

@@ -356,6 +356,11 @@ class Trainer:
 
     def _check_folder(self, resume: bool, found: Path | None) -> None:
         if found is None:
+            if (self.folder / RESULT).exists():
+                raise FileExistsError(
+                    f"{self.folder} has a finished run without checkpoints, as flowformer reproduce leaves one. Delete "
+                    "it to train it anew, or choose another folder."
+                )
             return
         if not resume:
             raise FileExistsError(f"{self.folder} has a run already. Resume it, or choose another folder.")

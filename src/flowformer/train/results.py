@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
-from .._utils import atomic_file, check_choice
+from .._utils import atomic_file, check_choice, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
@@ -168,12 +168,15 @@ def _text(value: Any) -> str:
 def _checked_row(run: Path) -> Row:
     try:
         return _row(run)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{run} is damaged: {error}. Copy it again, or delete it.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{run} cannot be read ({type(error).__name__}: {error}). Copy it again, read it with the version that "
+            "made it, or leave it out."
+        ) from error
 
 
 def _row(run: Path) -> Row:
-    result, facts, fields = (json.loads((run / name).read_text()) for name in (RESULT, PROVENANCE, CONFIG))
+    result, facts, fields = (read_json(run / name) for name in (RESULT, PROVENANCE, CONFIG))
     metric = result["metric"]
     row: Row = {**facts, **result}
     for which in ("final", "best"):
@@ -222,7 +225,12 @@ def _read_csv(path: Path) -> Iterable[Row]:
         if missing:
             raise ValueError(f"{path} is no table of results: it lacks {', '.join(sorted(missing))}.")
         for row in reader:
-            yield _typed({name: row[name] for name in _COLUMNS})
+            try:
+                if None in row or None in row.values():
+                    raise ValueError(f"it has not {len(reader.fieldnames or ())} columns")
+                yield _typed({name: row[name] for name in _COLUMNS})
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
 
 
 def evaluate_run(
@@ -354,7 +362,7 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
-    method = method_of(json.loads((run / CONFIG).read_text()))
+    method = method_of(read_json(run / CONFIG))
     if method is not None:
         raise NotImplementedError(f"{run} has the scores of {method}, but no model: fit it again with flowformer fit.")
     config = load(run / CONFIG)
