@@ -142,10 +142,11 @@ def differences(fields: dict[str, Any]) -> list[str]:
     if method_of(fields) is not None:
         recipe = recipes.get(fields["recipe"])
         steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
-        sides = ({"options": steps, "data_options": recipe.data_options}, fields)
+        own: dict[str, Any] = {"options": steps, "data_options": recipe.data_options, "episodes": recipe.final_episodes}
         before, after = (
             {f"{part}.{key}": value for part in ("options", "data_options") for key, value in side[part].items()}
-            for side in sides
+            | {"final_episodes": side["episodes"]}
+            for side in (own, fields)
         )
         return [f"{key}={_text(value)}" for key, value in after.items() if before.get(key) != value]
     config = from_dict(fields)
