@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,16 @@ from .._utils import check_between, check_choice, check_literals, check_positive
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
+from ..nn.attention import attention_names
 from ..ops import FlowVariant
 from .optim import Optimiser, Schedule
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
+MAX_SEED = 2**32 - 1  # what numpy takes
+# fields of models that the data decide, see `tasks.Task.fitted`
+BY_DATA = ("num_classes", "vocab_size", "num_features", "max_length", "padding_id", "state_dim", "action_dim", "window")
 
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp", "context"]
@@ -118,6 +123,13 @@ class TrainConfig:
         given = [name for name in optional if getattr(self, name) is not None]
         for name in (*given, *required, "log_every", "checkpoint_every", "keep"):
             check_positive(**{name: getattr(self, name)})
+        if not is_flow(self.model.attention):
+            check_choice("attention", self.model.attention, attention_names())
+        check_between(0, MAX_SEED, seed=self.seed)
+        check_between(0, 1, label_smoothing=self.label_smoothing)
+        check_between(0, math.inf, workers=self.workers, mixup=self.mixup, cutmix=self.cutmix)
+        if (self.mixup or self.cutmix) and self.task != "images":
+            raise ValueError(f"mixup and cutmix are for images, and the task is {self.task!r}; pass 0 for both.")
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
         cuts = self.parallel == "context" or (self.context_parallel_size or 1) > 1
@@ -191,7 +203,8 @@ def keys(config: TrainConfig) -> dict[str, Any]:
     >>> keys(recipes.get("lra/text"))["model.attention"]
     'flow'
     """
-    return dict(_leaves(config))
+    fixed = {"recipe", *(f"model.{name}" for name in BY_DATA)}
+    return {name: value for name, value in _leaves(config) if name not in fixed}
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
@@ -245,6 +258,8 @@ def _resolve(config: TrainConfig, key: str) -> str:
         return matches[0]
     if matches:
         raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
+    if key.removeprefix("model.") in BY_DATA:
+        raise ValueError(f"{key!r} cannot be set: it is what the data of {config.recipe} have.")
     parts = [name for name in known if f".{key}." in f".{name}"]
     if parts:
         raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")

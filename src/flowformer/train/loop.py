@@ -106,6 +106,7 @@ class Trainer:
         self.folder, self.report, self.claim = folder, report, claim
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
+        self.task.check_data(self.splits)
         self.config = config = self.task.fitted(config, self.splits.info)
         self.steps_per_epoch = steps_per_epoch(dataset_size(self.splits.train), config)
         self.steps = config.total_steps(self.steps_per_epoch)

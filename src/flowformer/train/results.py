@@ -73,7 +73,6 @@ _NUMBERS = (
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
 # fields that do not change the experiment
 _SAME_EXPERIMENT = (
-    "recipe",
     "seed",
     "workers",
     "parallel",
@@ -151,14 +150,10 @@ def differences(fields: dict[str, Any]) -> list[str]:
         return [f"{key}={_text(value)}" for key, value in after.items() if before.get(key) != value]
     config = from_dict(fields)
     before = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
-    by_data = {f"model.{name}" for name in tasks.get(config.task).sizes}
     return [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
-        if key not in _SAME_EXPERIMENT
-        and key not in by_data
-        and not isinstance(value, FlowVariant)
-        and before.get(key) != value
+        if key not in _SAME_EXPERIMENT and not isinstance(value, FlowVariant) and before.get(key) != value
     ]
 
 
@@ -220,7 +215,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
@@ -236,7 +231,7 @@ def _read_csv(path: Path) -> Iterable[Row]:
 
 def evaluate_run(
     run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The scores of a model of a run, computed anew.
 
     Args:
