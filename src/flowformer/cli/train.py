@@ -147,7 +147,7 @@ def evaluate(
         return
     table = Table("score", f"{model} model, {split} set")
     for name, value in scores.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
 
 
@@ -165,7 +165,7 @@ def _print_result(result: dict[str, Any], config: dict[str, Any], folder: Path) 
     table.add_row("paper", str(published) if published is not None else "not in it" if comparable else "not comparable")
     console.print(table)
     if not comparable:
-        console.print(f"Not the paper's experiment: {changes}.", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"Not the paper's experiment: {changes}.", soft_wrap=True, highlight=False)
     speed = result["steps_per_second"]
     cost = [f"{result['training_seconds']:.1f} s of training", f"{result['peak_memory_mib']:.0f} MiB at most"]
     if speed is not None:
