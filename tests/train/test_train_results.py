@@ -222,7 +222,7 @@ class TestCollect:
     def test_a_damaged_run_is_named(self, vowels, content):
         path = next(vowels.rglob("provenance.json"))
         path.unlink() if content is None else path.with_name("result.json").write_text(content)
-        with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read .* Copy it again"):
+        with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read: .* Copy it again"):
             collect([vowels])
 
     @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def jobs(
     for assignment in overrides:
         if assignment.partition("=")[0] in ("seed", "attention", "model.attention"):
             raise ValueError(
-                f"{assignment!r} is what the cells differ in; pass seeds for their runs, or cells to choose."
+                f"{assignment!r} would make different cells the same run; leave it out. Choose cells by their names, "
+                "and how many runs each has by seeds."
             )
     chosen = [cell for each in tables.select(table) for cell in each.cells()]
     speed = [_speed(out)] if table in ("speed", tables.ALL) else []

@@ -165,9 +165,9 @@ def _checked_row(run: Path) -> Row:
     try:
         return _row(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(
-            f"{run} cannot be read ({type(error).__name__}: {error}). Copy it again, read it with the version that "
-            "made it, or leave it out."
+            f"{run} cannot be read: {reason}. Copy it again, read it with the version that made it, or delete it."
         ) from error
 
 
