@@ -194,6 +194,13 @@ class TestResume:
         with pytest.raises(ValueError, match="optimiser differ"):
             train(replace(CONFIG, optimiser=Optimiser(lr=1.0)), tmp_path / "run", splits=SERIES, resume=True)
 
+    def test_with_other_data_is_refused(self, tmp_path):
+        with pytest.raises(StopError):
+            train(CONFIG, tmp_path, splits=SERIES, report=stop_after(6))
+        changed = SERIES._replace(info=replace(SERIES.info, checksum="changed"))
+        with pytest.raises(ValueError, match=r"has other files than those .* checksum changed instead of"):
+            train(CONFIG, tmp_path, splits=changed, resume=True)
+
     def test_a_half_written_checkpoint_is_not_looked_at(self, finished, tmp_path):
         folder = tmp_path / "run"
         with pytest.raises(StopError):
