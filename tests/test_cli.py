@@ -6,16 +6,19 @@ import csv
 import json
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from flowformer import __version__
 from flowformer.cli import app
-from flowformer.train import demo, paper, recipes
+from flowformer.cli.app import command as registered
+from flowformer.train import demo, paper, recipes, results
 from flowformer.train.config import override, to_dict
 from flowformer.train.methods import fit
 from flowformer.train.recipes import names
@@ -112,9 +115,24 @@ class TestAfterwards:
         assert "did you mean 'best'" in flowformer("eval", run[0], "--model", "bets", fails=True)
         assert "has no validation part" in flowformer("eval", run[0], "--split", "valid", fails=True)
 
+    def test_eval_of_episodes(self, monkeypatch):
+        """Their scores say what was played, in words."""
+        played = {"environment": "Hopper-v4", "episodes": 3, "score": 1.25}
+        monkeypatch.setattr(results, "evaluate_run", lambda *args, **options: played)
+        output = flowformer("eval", "run")
+        for text in ("Hopper-v4", " 3 ", "1.2500"):
+            assert text in output
+
+    def test_eval_of_a_folder_inside_a_run(self, run):
+        output = flowformer("eval", run[0] / "final", fails=True)
+        assert "config.json is not of a run, but has model," in output
+        assert "Pass the folder of a run" in output
+
     def test_plot(self, run, tmp_path):
         folder, _ = run
         flowformer("plot", folder, "--out", tmp_path / "curves.png")
+        assert flowformer("plot", folder, "--out", tmp_path / "[bold]new" / "curves").endswith("[bold]new/curves.png\n")
+        assert (tmp_path / "[bold]new" / "curves.png").is_file()
         flowformer("plot", folder, "--maps", "--out", tmp_path / "maps.png")
         for name in ("curves.png", "maps.png"):
             assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
@@ -193,6 +211,25 @@ class TestWords:
         flowformer("data", "prepare", "lra/listops", few, "workers=1", "--data", tmp_path)
         output = flowformer("data", "prepare", "lra/listops", few, "seed=1", "--data", tmp_path, fails=True)
         assert "Delete the folder, or choose another folder with --data." in output
+
+    def test_a_package_that_is_missing(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+        monkeypatch.delitem(sys.modules, "flowformer.train.results")
+        assert "pip install 'flowformer[train,ts,hf]'" in flowformer("eval", "run", fails=True)
+
+    def test_the_command_line_itself_is_missing(self):
+        code = "import sys; sys.modules['typer'] = None; import flowformer.cli"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "pip install 'flowformer[train,ts,hf]'" in done.stderr
+
+    def test_a_reader_that_has_gone_is_no_error(self):
+        def write():
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            registered(typer.Typer(), "write")(write)()
 
     def test_version(self):
         assert flowformer("--version").strip() == __version__

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
+import math
 import os
 import subprocess
 import warnings
@@ -73,6 +75,14 @@ def check_positive(**values: object) -> None:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}.")
 
 
+def check_between(low: float, high: float, **values: float) -> None:
+    """Raise unless each value is from low to high; NaN is not."""
+    for name, value in values.items():
+        if not low <= value <= high:
+            accepted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"{name} must be {accepted}, got {value}.")
+
+
 def optional_import(module: str, extra: str) -> Any:
     """A module of an optional dependency, or an ImportError that names the extra which installs it."""
     try:
@@ -127,6 +137,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a whole file by `atomic_file`."""
     with atomic_file(path, "wb" if isinstance(content, bytes) else "w") as file:
         file.write(content)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or a ValueError that names it."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
 
 
 def git_commit() -> str:

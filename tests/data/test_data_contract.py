@@ -35,7 +35,9 @@ class TestNames:
         assert str(tmp_path) in str(error.value)
         assert "FLOWFORMER_DATA" in str(error.value)
 
-    @pytest.mark.parametrize("name", ["lra/listop", "uea/", "d4rl/ant-medium", "d4rl/", "minari/", "text", ""])
+    @pytest.mark.parametrize(
+        "name", ["lra/listop", "uea/", "d4rl/ant-medium", "d4rl/hopper", "d4rl/", "minari/", "text", ""]
+    )
     def test_unknown_names_are_refused(self, name, tmp_path):
         with pytest.raises(ValueError, match="unknown data set"):
             data.load(name, tmp_path)
@@ -47,6 +49,12 @@ class TestNames:
     def test_an_unknown_option_is_refused(self, tmp_path):
         with pytest.raises(TypeError, match="lenght"):
             data.load("enwik8", tmp_path, lenght=3)
+
+    @pytest.mark.parametrize("name", ["lra/text", "lra/listops", "acl"])
+    def test_a_length_is_positive(self, tmp_path, name):
+        for length in (0, -1):
+            with pytest.raises(ValueError, match=f"max_length must be a positive whole number, got {length}"):
+                data.load(name, tmp_path, max_length=length)
 
     def test_a_set_of_the_archive_that_the_paper_does_not_have_may_be_a_slip(self, tmp_path):
         with pytest.raises(
@@ -79,6 +87,12 @@ class TestNames:
             data.prepare(name, tmp_path, **options)
 
 
+def test_a_part_without_cases_is_refused(tmp_path):
+    data.prepare("lra/pathfinder", tmp_path, images=4, workers=1)
+    with pytest.raises(data.DamagedDataError, match="is too small: nothing is left for its valid part"):
+        data.load("lra/pathfinder", tmp_path, partial=True)
+
+
 class TestComplete:
     def test_equal_or_unknown_counts_are_not_worth_a_word(self, tmp_path):
         assert store.complete(tmp_path, "rows", 3, 3) == store.complete(tmp_path, "rows", 3, None) == ""
@@ -87,6 +101,11 @@ class TestComplete:
         with pytest.raises(data.DamagedDataError, match=r"incomplete: it has 2 rows, the published data has 1,000"):
             store.complete(tmp_path / "a", "rows", 2, 1000)
         assert store.complete(tmp_path / "a", "rows", 2, 1000, partial=True) == "a: 2 rows instead of 1,000"
+
+    def test_none_are_refused_in_any_case(self, tmp_path):
+        for published in (1000, None):
+            with pytest.raises(data.DamagedDataError, match=r"a has no rows\. Get it again"):
+                store.complete(tmp_path / "a", "rows", 0, published, partial=True)
 
     def test_more_are_told(self, tmp_path):
         assert store.complete(tmp_path / "a", "rows", 4, 3) == "a: 4 rows instead of 3"

@@ -107,6 +107,16 @@ class TestEnwik8:
         with pytest.raises(data.DamagedDataError, match="enwik8 is incomplete: it has 99 bytes"):
             data.load("enwik8", tmp_path)
 
+    def test_a_file_that_is_too_short_to_split_is_refused(self, tmp_path):
+        (tmp_path / "enwik8").write_bytes(b"x" * 20)
+        with pytest.raises(data.DamagedDataError, match="enwik8 is too short: of 20 bytes, 1 are for validation"):
+            data.load("enwik8", tmp_path, partial=True)
+
+    def test_a_length_is_positive(self, tmp_path):
+        (tmp_path / "enwik8").write_bytes(b"x" * 99)
+        with pytest.raises(ValueError, match="length must be a positive whole number, got 0"):
+            data.load("enwik8", tmp_path, partial=True, length=0)
+
     def test_a_file_of_the_right_size_only_is_refused(self, tmp_path):
         (tmp_path / "enwik8").write_bytes(b"x" * 100_000_000)
         with pytest.raises(data.DamagedDataError, match="not the published checksum"):

@@ -326,6 +326,14 @@ def test_the_two_classes_do_not_load_each_other(tmp_path):
         FlowformerPairClassifier.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    build().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:50])
+    with pytest.raises(ValueError, match=rf"{name} is damaged: "):
+        FlowformerClassifier.from_pretrained(tmp_path)
+
+
 @torch.no_grad()
 def test_maps_of_each_layer():
     model = build()

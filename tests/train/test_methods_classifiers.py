@@ -336,7 +336,13 @@ class TestCommand:
             (["uea/JapaneseVowels", "bc"], "accepted: dtw, rocket, xgboost, lstm, tcn"),
             (["lra/text", "dtw"], "flowformer train lra/text attention=NAME"),
             (["uea/JapaneseVowels", "rocket", "kernels"], "'kernels' is no option; accepted: key=value"),
-            (["uea/JapaneseVowels", "rocket", "kernels=3"], "unexpected keyword argument 'kernels'"),
+            (
+                ["uea/JapaneseVowels", "rocket", "kernels=3"],
+                "rocket has no option 'kernels' (did you mean 'n_kernels'?)",
+            ),
+            (["uea/JapaneseVowels", "lstm", "epochs=3"], "lstm has no option 'epochs' (did you mean 'n_epochs'?)"),
+            (["uea/JapaneseVowels", "lstm", "device=gpu"], "device 'gpu' is not there; accepted: auto, cpu"),
+            (["uea/JapaneseVowels", "rocket", "--seed", "-1"], "seed must be from 0 to 4294967295, got -1"),
             (["uea/Heartbeat", "rocket"], "UEA Heartbeat is missing"),
         ],
     )

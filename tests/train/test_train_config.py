@@ -73,11 +73,29 @@ class TestOverride:
             ("optimiser=adamw", "has parts; set one of optimiser.name"),
             ("steps=0", "steps must be a positive whole number"),
             ("model.num_heads=3", "not a positive multiple of num_heads"),
+            ("attention=flwo", "did you mean 'flow'"),
+            ("recipe=lra/image", "lra/text has no key 'recipe'"),
+            ("model.max_length=9", "cannot be set: it is what the data of lra/text have"),
+            ("vocab_size=9", "cannot be set: it is what the data of lra/text have"),
+            ("betas=0.9", r"betas must be two numbers, each at least 0 and below 1, got \(0\.9,\)"),
+            ("lr=nan", "lr must be at least 0, got nan"),
+            ("clip=0", "clip must be more than 0, or None for no bound, got 0"),
+            ("schedule.floor=-1", "floor must be at least 0, got -1"),
+            ("seed=-1", "seed must be from 0 to 4294967295, got -1"),
+            ("workers=-1", "workers must be at least 0, got -1"),
+            ("label_smoothing=2", "label_smoothing must be from 0 to 1, got 2"),
+            ("mixup=0.5", "mixup and cutmix are for images, and the task is 'tokens'"),
         ],
     )
     def test_a_wrong_one_says_what_is_right(self, assignment, message):
         with pytest.raises(ValueError, match=message):
             override(TEXT, [assignment])
+
+    def test_what_the_data_decide_is_no_key(self):
+        """An override of it would be replaced without a word."""
+        decided = {name for task in tasks.TASKS.values() for name in task.sizes}
+        assert decided == set(configs.BY_DATA)
+        assert override(TEXT, ["max_length=7"]).data_options["max_length"] == 7, "the only one left of that name"
 
     def test_a_run_needs_an_end(self):
         with pytest.raises(ValueError, match="pass steps or epochs"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from accelerate import Accelerator
 from forks import FORKS
 from helpers import ROOT
 from tiny_training import CONFIG, SERIES, losses, random_cases
+from torch.distributed.checkpoint import CheckpointException
 
 from flowformer.data import DataInfo, Splits
 from flowformer.models import (
@@ -192,6 +194,13 @@ class TestResume:
         with pytest.raises(ValueError, match="optimiser differ"):
             train(replace(CONFIG, optimiser=Optimiser(lr=1.0)), tmp_path / "run", splits=SERIES, resume=True)
 
+    def test_with_other_data_is_refused(self, tmp_path):
+        with pytest.raises(StopError):
+            train(CONFIG, tmp_path, splits=SERIES, report=stop_after(6))
+        changed = SERIES._replace(info=replace(SERIES.info, checksum="changed"))
+        with pytest.raises(ValueError, match=r"has other files than those .* checksum changed instead of"):
+            train(CONFIG, tmp_path, splits=changed, resume=True)
+
     def test_a_half_written_checkpoint_is_not_looked_at(self, finished, tmp_path):
         folder = tmp_path / "run"
         with pytest.raises(StopError):
@@ -229,6 +238,39 @@ class TestResume:
         monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
         with pytest.raises(RuntimeError, match=r"random numbers .* could not be restored"):
             train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
+
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_a_finished_run_without_checkpoints_is_not_overwritten(self, finished, tmp_path, resume):
+        (tmp_path / "result.json").write_text("{}")
+        with pytest.raises(FileExistsError, match="has a finished run without checkpoints"):
+            train(CONFIG, tmp_path, splits=SERIES, resume=resume)
+        assert (tmp_path / "result.json").read_text() == "{}"
+
+    def test_a_checkpoint_that_cannot_be_written(self, tmp_path, monkeypatch):
+        """As on a full disk, which the half of it would fill."""
+
+        def fill(state, checkpoint_id, **options):
+            checkpoint_id.mkdir()
+            (checkpoint_id / "half").write_text("0")
+            raise CheckpointException("", {0: (RuntimeError("unexpected pos 704"), None)})
+
+        monkeypatch.setattr(checkpoints.dcp, "save", fill)
+        with pytest.raises(
+            OSError, match=r"step-00000005 could not be written: unexpected pos 704\. The disk has \d+ MiB"
+        ):
+            train(CONFIG, tmp_path, splits=SERIES)
+        assert not list((tmp_path / "checkpoints").iterdir())
+
+    def test_a_damaged_file_of_a_run_is_named(self, finished, tmp_path):
+        for name in ("config.json", "provenance.json"):
+            shutil.copytree(finished[0], tmp_path / name)
+            (tmp_path / name / name).write_text('{"half')
+            with pytest.raises(ValueError, match=rf"{name}/{name} is damaged: Unterminated string"):
+                train(CONFIG, tmp_path / name, splits=SERIES, resume=True)
+
+    def test_a_damaged_line_of_a_log_costs_no_other(self, tmp_path):
+        (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n\xff\x00{\n{"step": 3}\n{"st')
+        assert record.read_log(tmp_path) == [{"step": 1}, {"step": 3}]
 
     def test_a_log_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"has no log\.jsonl; accepted: the folder of a run"):
@@ -349,7 +391,8 @@ def test_two_processes_compute_what_one_does(tmp_path):
         f"import sys, pathlib\nsys.path[:0] = {folders!r}\n"
         f"import test_train_loop\ntest_train_loop.in_two_processes(pathlib.Path({str(tmp_path)!r}))\n"
     )
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    # as on a machine without a GPU
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for name, (config, splits) in moved_runs().items():
         stop_at_4(replace(config, parallel="ddp"), tmp_path / "1 to 2" / name, splits)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -125,11 +125,11 @@ CASES = {
     "uea/Heartbeat": (lambda folder: series(folder, "Heartbeat"), SMALL),
     "d4rl/hopper-medium-replay": (
         lambda folder: trajectories(folder, "hopper_medium_replay", 11, 3),
-        [*SMALL, "window=20", "episodes=2", "final_episodes=3"],
+        [*SMALL, "episodes=2", "final_episodes=3"],
     ),
     "d4rl/walker2d-medium": (
         lambda folder: trajectories(folder, "walker2d_medium", 17, 6),
-        [*SMALL, "window=20", "episodes=1", "final_episodes=1"],
+        [*SMALL, "episodes=1", "final_episodes=1"],
     ),
 }
 

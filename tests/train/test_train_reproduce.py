@@ -149,6 +149,9 @@ class TestList:
             (["uea", "--cells", "*Japanse*"], "no cell of uea matches '*Japanse*'"),
             (["uea", *CELL, "stepps=3"], "did you mean 'steps'"),
             (["uea", *CELL, "--minutes", "0"], "minutes must be more than 0"),
+            (["uea", *CELL, "--minutes", "nan"], "minutes must be more than 0"),
+            (["uea", *CELL, "seed=3"], "'seed=3' would make different cells the same run"),
+            (["uea", *CELL, "attention=flow"], "'attention=flow' would make different cells the same run"),
         ],
     )
     def test_a_mistake_is_one_sentence(self, tmp_path, arguments, message):

@@ -107,6 +107,7 @@ class TestDifferences:
             "rival": "rocket",
             "options": {"n_kernels": 9},
             "data_options": {"partial": False},
+            "episodes": 100,
         }
         assert differences(fields) == ["options.n_kernels=9"]
         fields = {
@@ -114,8 +115,10 @@ class TestDifferences:
             "rival": "bc",
             "options": {"steps": 100_000},
             "data_options": {"version": "v5sac"},
+            "episodes": 100,
         }
         assert differences(fields) == ["data_options.version=v5sac"]
+        assert differences({**fields, "episodes": 1}) == ["data_options.version=v5sac", "final_episodes=1"]
 
 
 class TestTable:
@@ -219,8 +222,19 @@ class TestCollect:
     def test_a_damaged_run_is_named(self, vowels, content):
         path = next(vowels.rglob("provenance.json"))
         path.unlink() if content is None else path.with_name("result.json").write_text(content)
-        with pytest.raises(ValueError, match=rf"{path.parent.name} is damaged: .* Copy it again, or delete it"):
+        with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read: .* Copy it again"):
             collect([vowels])
+
+    @pytest.mark.parametrize(
+        "damage", [lambda row: row[:-9], lambda row: f"{row},9", lambda row: row.replace("0,", "zero,")]
+    )
+    def test_a_damaged_line_of_a_table_is_named(self, vowels, tmp_path, damage):
+        path = tmp_path / "kept.csv"
+        write_csv([{**row, "folder": "x"} for row in collect([vowels])], path)
+        header, first, *others = path.read_text().splitlines()
+        path.write_text("\n".join([header, first, damage(others[0])]))
+        with pytest.raises(ValueError, match=r"kept\.csv, line 3 is damaged: .* Copy it again"):
+            collect([path])
 
     def test_half_a_run_is_no_result(self, vowels):
         rows = collect([vowels])
@@ -238,6 +252,32 @@ def test_markdown_names_every_run_with_its_folder(vowels):
         assert row["folder"] in text
     widths = [line.count("|") for line in text.split("## Runs")[1].splitlines() if line.startswith("|")]
     assert len(set(widths)) == 1
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_run_that_diverged_is_shown(tmp_path, score):
+    """It spoils neither the table nor the page, whose JSON has no such number."""
+    for seed, final in enumerate((0.9, score)):
+        run = write_run(tmp_path, "uea/JapaneseVowels", "flow", seed, final)
+        with (run / "log.jsonl").open("a") as log:
+            log.write('{"kind": "train", "step": 11, "loss": NaN}\n')
+    rows = collect([tmp_path])
+    assert f"{score} ± nan (2)" in summary.markdown(rows)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = re.search(r'id="data">(.*?)</script>', summary.page(rows, {}))[1]
+    page = json.loads(text, parse_constant=refuse)
+    assert [len(run["curves"]["training loss"]) for run in page["runs"]] == [10, 10]
+
+
+def test_names_break_neither_table_nor_page(tmp_path):
+    write_run(tmp_path / "a|b", "uea/JapaneseVowels", facts={"device": "<!--<script>"})
+    rows = collect([tmp_path])
+    line = summary.markdown(rows).splitlines()[-1]
+    assert len(re.findall(r"(?<!\\)\|", line)) == 12, "eleven columns"
+    assert "<!--" not in summary.page(rows, {})
 
 
 def test_speeds_are_drawn(tmp_path):

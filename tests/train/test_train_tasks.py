@@ -82,3 +82,22 @@ def test_language_scores_each_token_once():
     }
     assert task._targets(batch).tolist() == [[-100, -100, 4], [6, 7, -100]]
     assert task.count(batch) == 3
+
+
+@pytest.mark.parametrize(("task", "lacks"), [("series", "series"), ("pairs", "first, second"), ("decision", "states")])
+def test_data_of_another_kind_are_refused(task, lacks):
+    cases, _, _ = random_cases("tokens")
+    with pytest.raises(ValueError, match=f"tiny has tokens, label, but the task needs .*{lacks}"):
+        tasks.get(task).check_data(Splits(cases, None, cases, DataInfo("tiny", "0")))
+
+
+def test_a_missing_simulator_is_said_before_the_updates(monkeypatch):
+    gymnasium = pytest.importorskip("gymnasium")
+
+    def refuse(*args, **options):
+        raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed")
+
+    monkeypatch.setattr(gymnasium, "make_vec", refuse)
+    cases, _, _ = random_cases("decision")
+    with pytest.raises(ImportError, match=r"Hopper-v4 cannot be played: MuJoCo .* pip install 'flowformer\[rl\]'"):
+        tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment="Hopper-v4")))

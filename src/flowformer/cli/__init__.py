@@ -1,6 +1,6 @@
 """The command line: `flowformer demo | train | fit | eval | reproduce | results | plot | linearize | recipes | …`."""
 
-from . import train, tables, linearize, info, data, bench  # noqa: F401, I001 the help lists commands in this order
-from .app import app
+from .app import app  # noqa: I001 first, since it says what to install, and the help lists commands in this order
+from . import train, tables, linearize, info, data, bench  # noqa: F401
 
 __all__ = ["app"]

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+_INSTALL = "The command line needs more than the library: pip install 'flowformer[train,ts,hf]'."
 try:
     import typer
     from rich.console import Console
     from rich.markup import escape
 except ImportError as missing:
-    raise SystemExit(
-        "the command line needs more than the library: pip install 'flowformer[train,ts,hf]'."
-    ) from missing
+    raise SystemExit(f"{missing}. {_INSTALL}") from missing
 
 app = typer.Typer(
     name="flowformer",
@@ -24,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-console, errors = Console(), Console(stderr=True)
+# without markup: names of files and recipes may have brackets
+console, errors = Console(markup=False), Console(stderr=True, markup=False)
 STARTED = time.monotonic()  # before torch is imported, which takes a while
 
 DataDir = Annotated[
@@ -74,10 +74,12 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
         def run(*args, **kwargs):
             try:
                 return function(*args, **kwargs)
+            except BrokenPipeError:  # of flowformer … | head; typer ends the process without a word
+                raise
             except _USER_ERRORS as error:
                 if _debug:
                     raise
-                errors.print(f"[red]error:[/red] {escape(_advice(str(error)))}", soft_wrap=True)
+                errors.print(f"[red]error:[/red] {escape(_advice(error))}", soft_wrap=True, markup=True)
                 raise typer.Exit(1) from error
 
         application.command(name, **settings)(run)
@@ -86,8 +88,9 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
     return decorate
 
 
-def _advice(text: str) -> str:
+def _advice(error: Exception) -> str:
     """An error of the library in the words of the command line."""
+    text = f"{error}. {_INSTALL}" if isinstance(error, ModuleNotFoundError) else str(error)
     for python, here in _ADVICE.items():
         text = text.replace(python, here)
     return text

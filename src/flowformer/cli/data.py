@@ -7,6 +7,7 @@ import json
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -35,7 +36,7 @@ def data_list(data: DataDir = None, as_json: Json = False) -> None:
     for name, source in sources.items():
         state = "there" if source is None else f"missing, {source.size}. {source.get}"
         # whole lines, so that an address can be copied
-        console.print(f"  [bold]{name}[/bold]: {state}", highlight=False, soft_wrap=True)
+        console.print(f"  [bold]{name}[/bold]: {escape(state)}", highlight=False, soft_wrap=True, markup=True)
 
 
 @command(data_app, "check")

@@ -48,8 +48,8 @@ def env(as_json: Json = False) -> None:
     """Say what is installed and what the attention would run on; put this into a report of a problem."""
     import torch
 
-    from .. import __version__, baselines
-    from ..ops.variant import ABLATIONS
+    from .. import __version__
+    from ..nn.attention import attention_names
 
     facts: dict[str, Any] = {
         "flowformer": __version__,
@@ -63,7 +63,7 @@ def env(as_json: Json = False) -> None:
             facts[package] = None
     facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts["threads"] = torch.get_num_threads()
-    facts["attentions"] = ["flow", *ABLATIONS, *baselines.names()]
+    facts["attentions"] = attention_names()
     if as_json:
         print(json.dumps(facts))
         return

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from .app import STARTED, DataDir, Json, app, command, console, errors
@@ -55,7 +54,7 @@ def reproduce(
     if show:
         _print_jobs(jobs, as_json)
         return
-    say = functools.partial(errors.print if as_json else console.print, highlight=False, soft_wrap=True, markup=False)
+    say = functools.partial(errors.print if as_json else console.print, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     for reason, names in _blocked(jobs).items():
         say(f"{reason}: {', '.join(names)}")
@@ -118,7 +117,7 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
     for name in cells:
         listed.add_column(name, no_wrap=name != "state", overflow="fold")
     for row in zip(*cells.values(), strict=True):
-        listed.add_row(*map(escape, row))
+        listed.add_row(*row)
     console.print(listed, crop=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.done.exists())
     console.print(f"{left:.0f} minutes on an H200 are to do, eight side by side in {left / 8:.0f}.")
@@ -185,5 +184,8 @@ def plot(
         figure, name = draw_maps(first, data_dir=data), first / "maps.png"
     else:
         figure, name = viz.training_curves({str(run): read_log(run) for run in runs}), first / "curves.png"
-    figure.savefig(out or name, dpi=110)
-    console.print(f"{out or name}", soft_wrap=True)
+    path = out or name
+    path = path if path.suffix else path.with_suffix(".png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    console.print(f"{path}", soft_wrap=True)

@@ -87,9 +87,11 @@ def train(
     except loop.Interrupted as stopped:
         errors.print(f"{stopped} To go on: the same command with --resume.")
         raise typer.Exit(130) from stopped
+    if not is_main():
+        return
     if as_json:
         print(json.dumps({**result, "folder": str(folder)}))
-    elif is_main():
+    else:
         _print_result(result, to_dict(config), folder)
 
 
@@ -134,15 +136,18 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a trained model again."""
+    from ..train.record import is_main
     from ..train.results import evaluate_run
 
     scores = evaluate_run(run, model=model, split=split, data_dir=data)
+    if not is_main():
+        return
     if as_json:
         print(json.dumps(scores))
         return
     table = Table("score", f"{model} model, {split} set")
     for name, value in scores.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     console.print(table)
 
 
@@ -160,7 +165,7 @@ def _print_result(result: dict[str, Any], config: dict[str, Any], folder: Path) 
     table.add_row("paper", str(published) if published is not None else "not in it" if comparable else "not comparable")
     console.print(table)
     if not comparable:
-        console.print(f"Not the paper's experiment: {changes}.", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"Not the paper's experiment: {changes}.", soft_wrap=True, highlight=False)
     speed = result["steps_per_second"]
     cost = [f"{result['training_seconds']:.1f} s of training", f"{result['peak_memory_mib']:.0f} MiB at most"]
     if speed is not None:

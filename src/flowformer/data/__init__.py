@@ -58,7 +58,14 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
 
     Raises `MissingDataError` with what to download, `DamagedDataError` with the file that cannot be read.
     """
-    return find(name).reader(store.root(data_dir), partial=partial, **options)
+    splits = find(name).reader(store.root(data_dir), partial=partial, **options)
+    for part in ("train", "valid"):
+        dataset: Any = getattr(splits, part)
+        if dataset is not None and not len(dataset):
+            raise DamagedDataError(
+                f"{name} in {store.root(data_dir)} is too small: nothing is left for its {part} part."
+            )
+    return splits
 
 
 def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> Source | None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import optional_import
+from .._utils import check_positive, optional_import
 from . import listops as listops_data
 from . import pathfinder as pathfinder_data
 from . import store, vision
@@ -43,6 +43,7 @@ def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> S
     Args:
         max_length: longer expressions are cut; no published one is.
     """
+    check_positive(max_length=max_length)
     paths = LISTOPS.require(folder)
     parts, differs = [], [_generated(paths["train"].parent)]
     for part, path in paths.items():
@@ -69,6 +70,7 @@ def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Spli
     Args:
         max_length: longer reviews are cut; 1000 is the published code, 4000 the published text.
     """
+    check_positive(max_length=max_length)
     homes = TEXT.require(folder)
     digest, differs, parts = hashlib.sha256(), [], []
     for part in ("train", "test"):
@@ -184,15 +186,17 @@ def _read_listops(path: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_length: int) -> Splits:
+    check_positive(max_length=max_length)
     paths = record.require(folder)
     digest, found, parts = hashlib.sha256(), [differs], []
     # a paper is in many pairs: kept once
     texts: dict[bytes, int] = {}
     cases = {part: list(_read_pairs(path, digest, texts, max_length)) for part, path in paths.items()}
-    rows = _byte_rows(list(texts))
     for part, path in paths.items():
-        labels, first, second = torch.tensor(cases[part]).reshape(-1, 3).T
-        found.append(store.complete(path, "pairs", len(labels), record.sizes[part], partial=partial))
+        found.append(store.complete(path, "pairs", len(cases[part]), record.sizes[part], partial=partial))
+    rows = _byte_rows(list(texts))
+    for part in paths:
+        labels, first, second = torch.tensor(cases[part]).T
         parts.append(Columns(first=rows.take(first), second=rows.take(second), label=labels))
     info = DataInfo(
         record.name,
@@ -285,7 +289,7 @@ LISTOPS = DataSet(
     "lra/listops",
     store.Source(
         "LRA ListOps",
-        f'{_RELEASE}, or generate it with flowformer.data.prepare("lra/listops").',
+        f"{_RELEASE}, or generate it: flowformer data prepare lra/listops.",
         "600 MB, or 300 MB generated",
     ),
     files=_listops_files,
@@ -327,7 +331,7 @@ PATHFINDER = DataSet(
     "lra/pathfinder",
     store.Source(
         "LRA Pathfinder32",
-        f'{_RELEASE}, or generate it with flowformer.data.prepare("lra/pathfinder").',
+        f"{_RELEASE}, or generate it: flowformer data prepare lra/pathfinder.",
         "900 MB (200,000 small files)",
     ),
     files=_pathfinder_files,

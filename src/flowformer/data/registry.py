@@ -19,7 +19,8 @@ def find(name: str) -> DataSet:
     family, _, rest = name.partition("/")
     if family == "uea" and rest:
         return uea.record(rest)
-    if family == "d4rl" and rest.partition("-")[0] in ENVIRONMENTS:
+    environment, _, quality = rest.partition("-")
+    if family == "d4rl" and environment in ENVIRONMENTS and quality:
         return offline_rl.d4rl_record(rest)
     if family == "minari" and rest:
         return offline_rl.minari_record(rest)

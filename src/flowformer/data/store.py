@@ -92,6 +92,8 @@ class DataSet:
 
 def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:
     """In words, how a count differs from the published one; fewer raise `DamagedDataError` unless `partial`."""
+    if not found:
+        raise DamagedDataError(f"{path} has no {what}. Get it again.")
     if published is None or found == published:
         return ""
     if found < published and not partial:

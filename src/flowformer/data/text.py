@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._utils import check_positive
 from . import store
 from .splits import Columns, DataInfo, FlatSequences, Splits
 from .store import DataSet
@@ -59,6 +60,8 @@ def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: i
         raise store.DamagedDataError(f"{path} is damaged: it has the right size but not the published checksum.")
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     train, valid, test = flat.tensor_split([len(flat) * 90 // 100, len(flat) * 95 // 100])
+    if len(valid) < 2:
+        raise store.DamagedDataError(f"{path} is too short: of {len(flat)} bytes, {len(valid)} are for validation.")
     info = DataInfo(
         "enwik8",
         store.checksum([path]),
@@ -144,6 +147,7 @@ def _lines(path: Path) -> Iterator[list[str]]:
 
 def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> TextCases:
     """Cuts tokens into cases; None as context is for training, where a shorter last case is dropped."""
+    check_positive(length=length)
     if not 0 <= (context or 0) < length:
         raise ValueError(f"context must be from 0 to length - 1 = {length - 1}, got {context}.")
     step = length - (context or 0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._utils import optional_import, suggestion, write_atomically
+from .._utils import optional_import, read_json, suggestion, write_atomically
 from ..nn import record_maps
 from ..ops import FlowMaps, FlowVariant
 
@@ -42,7 +42,11 @@ class FlowModel(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
         write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        optional_import("safetensors.torch", "hf").save_model(self, str(folder / WEIGHTS_FILE))
+        safetensors = optional_import("safetensors.torch", "hf")
+        try:
+            safetensors.save_model(self, str(folder / WEIGHTS_FILE))
+        except optional_import("safetensors", "hf").SafetensorError as error:
+            raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}.") from error
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
@@ -51,12 +55,15 @@ class FlowModel(nn.Module):
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} has no {name}; accepted: a folder that save_pretrained wrote.")
-        fields = json.loads((folder / CONFIG_FILE).read_text())
+        fields = read_json(folder / CONFIG_FILE)
         saved = fields.pop("model", None)
         if saved != cls.__name__:
             raise ValueError(f"{folder} holds a {saved}, not a {cls.__name__}. Load it with {saved}.from_pretrained.")
         safetensors = optional_import("safetensors.torch", "hf")
-        weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(device))
+        try:
+            weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(device))
+        except optional_import("safetensors", "hf").SafetensorError as error:
+            raise ValueError(f"{folder / WEIGHTS_FILE} is damaged: {error}. Copy it or train it again.") from error
         dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
         model = cls(config_from(cls.config_class, fields)).to(device)
         if len(dtypes) == 1:

@@ -384,13 +384,17 @@ def build_attention(
             )
         variant = replace(checks.variant(variant), **ABLATIONS.get(name, {}))
         return FlowAttention(embed_dim, num_heads, variant=variant, **options)
-    from .. import baselines
-
-    accepted = ["flow", *ABLATIONS, *baselines.names()]
-    check_choice("attention", name, accepted)
+    check_choice("attention", name, attention_names())
     return RivalAttention(
         embed_dim, num_heads, name=name, max_length=max_length, attention_options=attention_options, **options
     )
+
+
+def attention_names() -> list[str]:
+    """What `build_attention` accepts."""
+    from .. import baselines
+
+    return ["flow", *ABLATIONS, *baselines.names()]
 
 
 def is_flow(name: str) -> bool:

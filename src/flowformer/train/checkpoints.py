@@ -24,6 +24,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 _PROGRESS, _STATE = "progress.json", "state"
@@ -48,8 +49,17 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    with _quietly():
-        dcp.save(_state(objective, optimiser), checkpoint_id=aside / _STATE, no_dist=not dist.is_initialized())
+    try:
+        with _quietly():
+            dcp.save(_state(objective, optimiser), checkpoint_id=aside / _STATE, no_dist=not dist.is_initialized())
+    except CheckpointException as failed:
+        reason, _ = next(iter(failed.failures.values()))
+        free = shutil.disk_usage(folder).free
+        shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        raise OSError(
+            f"{final} could not be written: {reason}. The disk has {free / 2**20:.0f} MiB left. Free some space and "
+            "resume: the run goes on from the checkpoint before."
+        ) from failed
     rank = accelerator.process_index
     # the scaler, which is the same on every rank, and random states
     scaler = accelerator.scaler if accelerator.is_main_process else None

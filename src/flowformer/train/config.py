@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .._utils import check_literals, check_positive, suggestion
+from .._utils import check_between, check_choice, check_literals, check_positive, read_json, suggestion
 from ..models import ClassifierConfig, DecisionConfig, DeiTConfig, LMConfig, TimeSeriesConfig, VisionConfig
 from ..models.base import config_from
 from ..nn import is_flow
+from ..nn.attention import attention_names
 from ..ops import FlowVariant
 from .optim import Optimiser, Schedule
 
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
+MAX_SEED = 2**32 - 1  # what numpy takes
+# fields of models that the data decide, see `tasks.Task.fitted`
+BY_DATA = ("num_classes", "vocab_size", "num_features", "max_length", "padding_id", "state_dim", "action_dim", "window")
 
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
 Parallel = Literal["ddp", "fsdp", "context"]
@@ -118,6 +123,13 @@ class TrainConfig:
         given = [name for name in optional if getattr(self, name) is not None]
         for name in (*given, *required, "log_every", "checkpoint_every", "keep"):
             check_positive(**{name: getattr(self, name)})
+        if not is_flow(self.model.attention):
+            check_choice("attention", self.model.attention, attention_names())
+        check_between(0, MAX_SEED, seed=self.seed)
+        check_between(0, 1, label_smoothing=self.label_smoothing)
+        check_between(0, math.inf, workers=self.workers, mixup=self.mixup, cutmix=self.cutmix)
+        if (self.mixup or self.cutmix) and self.task != "images":
+            raise ValueError(f"mixup and cutmix are for images, and the task is {self.task!r}; pass 0 for both.")
         if self.steps is None and self.epochs is None:
             raise ValueError("a run needs an end: pass steps or epochs.")
         cuts = self.parallel == "context" or (self.context_parallel_size or 1) > 1
@@ -178,7 +190,10 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
 
 
 def load(path: Path) -> TrainConfig:
-    return from_dict(json.loads(path.read_text()))
+    fields = read_json(path)
+    if "recipe" not in fields:
+        raise ValueError(f"{path} is not of a run, but has {', '.join(fields)}. Pass the folder of a run.")
+    return from_dict(fields)
 
 
 def keys(config: TrainConfig) -> dict[str, Any]:
@@ -188,7 +203,8 @@ def keys(config: TrainConfig) -> dict[str, Any]:
     >>> keys(recipes.get("lra/text"))["model.attention"]
     'flow'
     """
-    return dict(_leaves(config))
+    fixed = {"recipe", *(f"model.{name}" for name in BY_DATA)}
+    return {name: value for name, value in _leaves(config) if name not in fixed}
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
@@ -242,6 +258,8 @@ def _resolve(config: TrainConfig, key: str) -> str:
         return matches[0]
     if matches:
         raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
+    if key.removeprefix("model.") in BY_DATA:
+        raise ValueError(f"{key!r} cannot be set: it is what the data of {config.recipe} have.")
     parts = [name for name in known if f".{key}." in f".{name}"]
     if parts:
         raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")

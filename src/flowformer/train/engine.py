@@ -29,7 +29,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=MixedPrecisionPolicy()
         )
     accelerator = Accelerator(
-        mixed_precision=config.precision if config.precision in _AUTOCAST else "no", fsdp_plugin=plugin
+        cpu=without_gpu(),
+        mixed_precision=config.precision if config.precision in _AUTOCAST else "no",
+        fsdp_plugin=plugin,
     )
     if config.precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("precision fp16 needs a GPU; on a CPU, pass precision=bf16 or float32.")
@@ -38,6 +40,11 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         for state in (AcceleratorState, PartialState):
             state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     return accelerator
+
+
+def without_gpu() -> bool:
+    """What accelerate is told as `cpu`: by itself, without a GPU, it takes each process of torchrun for a run alone."""
+    return not torch.accelerator.is_available()
 
 
 @dataclass(frozen=True)

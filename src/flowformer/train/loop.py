@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from .. import data
-from .._utils import write_atomically
+from .._utils import read_json, write_atomically
 from ..data import Splits
 from . import checkpoints, claims, resident, tasks
 from .batches import MicroBatches, SeededItems, load_batches, steps_per_epoch
@@ -31,7 +31,7 @@ from .engine import build_accelerator, build_share, check_graphs
 from .evaluation import dataset_size, evaluate, padded_length
 from .graphs import GraphedUpdates, fix_shapes
 from .optim import build_optimiser
-from .record import RunLog, is_main, peak_memory, provenance, write_provenance
+from .record import PROVENANCE, RunLog, is_main, peak_memory, provenance, write_provenance
 
 CONFIG, RESULT = "config.json", "result.json"
 LAYOUT = ("parallel", "context_parallel_size")  # a run may go on with another
@@ -106,6 +106,7 @@ class Trainer:
         self.folder, self.report, self.claim = folder, report, claim
         self.splits = data.load(config.data, data_dir, **config.data_options) if splits is None else splits
         self.task = tasks.get(config.task)
+        self.task.check_data(self.splits)
         self.config = config = self.task.fitted(config, self.splits.info)
         self.steps_per_epoch = steps_per_epoch(dataset_size(self.splits.train), config)
         self.steps = config.total_steps(self.steps_per_epoch)
@@ -356,6 +357,11 @@ class Trainer:
 
     def _check_folder(self, resume: bool, found: Path | None) -> None:
         if found is None:
+            if (self.folder / RESULT).exists():
+                raise FileExistsError(
+                    f"{self.folder} has a finished run without checkpoints, as flowformer reproduce leaves one. Delete "
+                    "it to train it anew, or choose another folder."
+                )
             return
         if not resume:
             raise FileExistsError(f"{self.folder} has a run already. Resume it, or choose another folder.")
@@ -366,6 +372,12 @@ class Trainer:
             raise ValueError(
                 f"{self.folder} has a run of another config: {', '.join(different)} differ. Resume it with the config "
                 "it was started with, or choose another folder."
+            )
+        started, here = self.folder / PROVENANCE, self.splits.info.checksum
+        if started.is_file() and (before := read_json(started)["checksum"]) != here:
+            raise ValueError(
+                f"{self.config.data} has other files than those {self.folder} was started with: checksum {here} "
+                f"instead of {before}. Resume it with the same data, or choose another folder."
             )
 
     def _prepare_folder(self, resumed: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._utils import check_literals
+from .._utils import check_between, check_literals
 from ..models.vision import GridPositions
 from ..nn import LearnedPositions
 
@@ -39,6 +39,11 @@ class Optimiser:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_between(0, math.inf, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers, each at least 0 and below 1, got {self.betas}.")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be more than 0, or None for no bound, got {self.clip}.")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_between(0, math.inf, start=self.start, floor=self.floor)
         if self.warmup < 0 or (self.warmup == 0 and self.name in ("rsqrt", "inverse_sqrt")):
             raise ValueError(
                 f"the schedule {self.name!r} cannot have a warmup of {self.warmup} updates; pass at least 1."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import accelerate
 import torch
 
 from .. import __version__
-from .._utils import git_commit, write_atomically
+from .._utils import git_commit, read_json, write_atomically
 from ..data import DataInfo
 
 LOG, PROVENANCE = "log.jsonl", "provenance.json"
@@ -63,15 +64,13 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a log; an incomplete last line, left by a run that was killed, is dropped."""
+    """The records of a log; damaged lines, such as an incomplete last one of a run that was killed, are dropped."""
     if not (folder / LOG).is_file():
         raise FileNotFoundError(f"{folder} has no {LOG}; accepted: the folder of a run.")
     records = []
-    for line in (folder / LOG).read_text().splitlines():
-        try:
+    for line in (folder / LOG).read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return records
 
 
@@ -98,7 +97,7 @@ def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = Fal
     """Record where a run comes from. The record of its start stays; each resumption is added under "resumed"."""
     path = folder / PROVENANCE
     if resumed and path.is_file():
-        first = json.loads(path.read_text())
+        first = read_json(path)
         facts = {**first, "resumed": [*first.get("resumed", []), facts]}
     write_atomically(path, json.dumps(facts, indent=2) + "\n")
 

@@ -111,6 +111,12 @@ def jobs(
         overrides: of every recipe, each as key=value; results are labelled with them.
         data_dir: the folder of all data sets.
     """
+    for assignment in overrides:
+        if assignment.partition("=")[0] in ("seed", "attention", "model.attention"):
+            raise ValueError(
+                f"{assignment!r} would make different cells the same run; leave it out. Choose cells by their names, "
+                "and how many runs each has by seeds."
+            )
     chosen = [cell for each in tables.select(table) for cell in each.cells()]
     speed = [_speed(out)] if table in ("speed", tables.ALL) else []
     known = [*dict.fromkeys(cell.name for cell in chosen), *(job.name for job in speed)]
@@ -200,7 +206,7 @@ class Queue:
 
     def __post_init__(self) -> None:
         check_positive(pack=self.pack)
-        if self.minutes is not None and self.minutes <= 0:
+        if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be more than 0, got {self.minutes}.")
 
     def run(self) -> None:

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
-from .._utils import atomic_file, check_choice
+from .._utils import atomic_file, check_choice, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .engine import Share
+from .engine import Share, without_gpu
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
@@ -73,7 +73,6 @@ _NUMBERS = (
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
 # fields that do not change the experiment
 _SAME_EXPERIMENT = (
-    "recipe",
     "seed",
     "workers",
     "parallel",
@@ -142,22 +141,19 @@ def differences(fields: dict[str, Any]) -> list[str]:
     if method_of(fields) is not None:
         recipe = recipes.get(fields["recipe"])
         steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
-        sides = ({"options": steps, "data_options": recipe.data_options}, fields)
+        own: dict[str, Any] = {"options": steps, "data_options": recipe.data_options, "episodes": recipe.final_episodes}
         before, after = (
             {f"{part}.{key}": value for part in ("options", "data_options") for key, value in side[part].items()}
-            for side in sides
+            | {"final_episodes": side["episodes"]}
+            for side in (own, fields)
         )
         return [f"{key}={_text(value)}" for key, value in after.items() if before.get(key) != value]
     config = from_dict(fields)
     before = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
-    by_data = {f"model.{name}" for name in tasks.get(config.task).sizes}
     return [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
-        if key not in _SAME_EXPERIMENT
-        and key not in by_data
-        and not isinstance(value, FlowVariant)
-        and before.get(key) != value
+        if key not in _SAME_EXPERIMENT and not isinstance(value, FlowVariant) and before.get(key) != value
     ]
 
 
@@ -168,12 +164,15 @@ def _text(value: Any) -> str:
 def _checked_row(run: Path) -> Row:
     try:
         return _row(run)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{run} is damaged: {error}. Copy it again, or delete it.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise ValueError(
+            f"{run} cannot be read: {reason}. Copy it again, read it with the version that made it, or delete it."
+        ) from error
 
 
 def _row(run: Path) -> Row:
-    result, facts, fields = (json.loads((run / name).read_text()) for name in (RESULT, PROVENANCE, CONFIG))
+    result, facts, fields = (read_json(run / name) for name in (RESULT, PROVENANCE, CONFIG))
     metric = result["metric"]
     row: Row = {**facts, **result}
     for which in ("final", "best"):
@@ -216,18 +215,23 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
             raise ValueError(f"{path} is no table of results: it lacks {', '.join(sorted(missing))}.")
         for row in reader:
-            yield _typed({name: row[name] for name in _COLUMNS})
+            try:
+                if None in row or None in row.values():
+                    raise ValueError(f"it has not {len(reader.fieldnames or ())} columns")
+                yield _typed({name: row[name] for name in _COLUMNS})
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
 
 
 def evaluate_run(
     run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The scores of a model of a run, computed anew.
 
     Args:
@@ -241,7 +245,7 @@ def evaluate_run(
     dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=without_gpu())
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
     share = Share(accelerator.process_index, accelerator.num_processes)
@@ -354,7 +358,7 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
-    method = method_of(json.loads((run / CONFIG).read_text()))
+    method = method_of(read_json(run / CONFIG))
     if method is not None:
         raise NotImplementedError(f"{run} has the scores of {method}, but no model: fit it again with flowformer fit.")
     config = load(run / CONFIG)

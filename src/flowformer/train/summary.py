@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,11 +28,18 @@ class Score:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+        return cls(statistics.fmean(values), _deviation(values))
 
     def __str__(self) -> str:
         spread = "" if self.deviation is None else f" ± {self.deviation:.2f}"
         return f"{self.mean:.2f}{spread}"
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    """None for a single run; NaN if a run diverged, since `statistics` takes finite numbers only."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ def _average(
         mean = statistics.fmean(getattr(filled[column], which).mean for column in counted)
         by_seed = [statistics.fmean(each[seed][which] for each in seeds) for seed in sorted(shared)]
         whole = all(len(each) == len(shared) for each in seeds)
-        scores[which] = Score(mean, statistics.stdev(by_seed) if whole and len(by_seed) > 1 else None)
+        scores[which] = Score(mean, _deviation(by_seed) if whole else None)
     paper = table.paper_average(method.name, counted) if comparable else None
     difference = None if paper is None else scores[table.compared].mean - paper
     return Filled(scores["final"], scores["best"], (), None if paper is None else round(paper, 2), difference)
@@ -247,7 +255,8 @@ def _run(row: Row) -> list[str]:
 
 
 def _markdown_table(headings: list[str], lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, ["---"] * len(headings), *lines])
+    rows = ([text.replace("|", "\\|") for text in line] for line in [headings, ["---"] * len(headings), *lines])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = None) -> list[Path]:

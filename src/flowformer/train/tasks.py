@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from .._utils import check_choice
+from .._utils import check_choice, optional_import
 from ..data import DataInfo, Splits
 from ..data.environments import environment_of
 from ..models import (
@@ -63,6 +63,19 @@ class Task:
         "max_length": "max_length",
         "padding_id": "padding_id",
     }
+
+    # keys of a batch that the loss needs besides the inputs
+    targets: ClassVar[tuple[str, ...]] = ()
+
+    def check_data(self, splits: Splits) -> None:
+        """Raise unless the data have what the task takes."""
+        found = splits.train[0]
+        absent = [key for key in (*self.inputs, *self.targets) if key not in found and not key.endswith("mask")]
+        if absent:
+            raise ValueError(
+                f"{splits.info.name} has {', '.join(found)}, but the task needs {', '.join(absent)}. Pass data of the "
+                "same kind as the recipe's."
+            )
 
     def fitted(self, config: TrainConfig, info: DataInfo) -> TrainConfig:
         """The config with the sizes that the data decides."""
@@ -126,6 +139,8 @@ class Task:
 
 class Classification(Task):
     """One label for each example; images may be mixed with each other in training."""
+
+    targets: ClassVar[tuple[str, ...]] = ("label",)
 
     def count(self, batch: Batch) -> Tensor:
         # filled on the device: a copy from the host would synchronise
@@ -246,6 +261,11 @@ class Decision(Task):
 
     sizes: ClassVar[dict[str, str]] = {"state_dim": "num_features", "action_dim": "num_actions", "window": "max_length"}
 
+    def check_data(self, splits: Splits) -> None:
+        super().check_data(splits)
+        if splits.info.environment:  # what it lacks is said before the updates, not at the first evaluation
+            environments(splits.info.environment, 1).close()
+
     def arguments(self, batch: Batch) -> list[Tensor | None]:
         returns, *others = super().arguments(batch)
         assert returns is not None
@@ -295,12 +315,14 @@ class Decision(Task):
 
 def environments(name: str, episodes: int) -> Any:
     """Vector environments to play so many episodes in."""
-    import gymnasium
-
+    gymnasium = optional_import("gymnasium", "rl")
     with warnings.catch_warnings():
         # v4 is out of date, and is what D4RL's data was recorded in
         warnings.filterwarnings("ignore", message=".*is out of date", category=DeprecationWarning)
-        return gymnasium.make_vec(name, num_envs=min(episodes, 10))
+        try:
+            return gymnasium.make_vec(name, num_envs=min(episodes, 10))
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ImportError(f"{name} cannot be played: {error}; pip install 'flowformer[rl]' brings it.") from error
 
 
 TASKS: dict[str, Task] = {
@@ -349,9 +371,8 @@ class Objective(nn.Module):
 
 def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Mixup or cutmix over a batch, and its soft labels."""
-    from timm.data.mixup import Mixup
-
     classes = config.model.num_classes  # type: ignore[union-attr]  # the task's models have it
-    mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
+    mixup = optional_import("timm.data.mixup", "timm")
+    mix = mixup.Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)
     # timm mixes image i with image B - 1 - i, in place
     return mix(images.clone(), label)

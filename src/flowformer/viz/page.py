@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,29 @@ def results_page(
         figures: images by their captions.
     """
     data = {
-        "tables": list(tables),
+        "tables": _finite(tables),
         "runs": [{"name": run["name"], "facts": run["facts"], "curves": _curves(run["log"])} for run in runs],
         "figures": [
             {"caption": caption, "source": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}
             for caption, path in figures.items()
         ],
     }
-    # a "</script>" inside would end the element that holds it
-    payload = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
+    # a tag inside, such as </script>, would be one of the page
+    payload = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return _TEMPLATE.replace("@title@", html.escape(title)).replace("@data@", payload)
 
 
+def _finite(value: Any) -> Any:
+    """The value with None for NaN and infinity, the scores of runs that diverged: JSON has neither."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """The training loss and every score of the evaluations as points (update, value)."""
+    """The training loss and every score of the evaluations as points (update, value), without NaN and infinity."""
     curves: dict[str, list[list[float]]] = {}
     for record in log:
         if record["kind"] == "train":
@@ -50,7 +60,8 @@ def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
             for name, value in record.items():
                 if isinstance(value, float) and name != "epoch":
                     curves.setdefault(f"{record['split']} {name}", []).append([record["step"], value])
-    return {name: points[:: max(1, -(-len(points) // POINTS))] for name, points in curves.items() if len(points) > 1}
+    drawn = {name: [point for point in points if math.isfinite(point[1])] for name, points in curves.items()}
+    return {name: points[:: max(1, -(-len(points) // POINTS))] for name, points in drawn.items() if len(points) > 1}
 
 
 _TEMPLATE = """<!DOCTYPE html>

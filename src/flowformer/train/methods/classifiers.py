@@ -6,26 +6,28 @@ extra "ts".
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..._utils import check_choice, optional_import
+from ..._utils import check_choice, check_options, optional_import
 from ...integrations.aeon import BaseClassifier
 from .lstm import LSTMClassifier
 from .tcn import TCNClassifier
 from .xgboost import XGBoostClassifier
 
-
-def _dtw(random_state: Any, **options: Any) -> BaseClassifier:
-    neighbours = optional_import("aeon.classification.distance_based", "ts").KNeighborsTimeSeriesClassifier
-    return neighbours(**{"distance": "dtw", "n_neighbors": 1, **options})
-
-
-def _rocket(random_state: Any, **options: Any) -> BaseClassifier:
-    rocket = optional_import("aeon.classification.convolution_based", "ts").RocketClassifier
-    return _padded(rocket(random_state=random_state, **options))
+# by the name of the method; aeon's own are imported when they are asked for
+_CLASSES: dict[str, Callable[[], type[BaseClassifier]]] = {
+    "dtw": lambda: optional_import("aeon.classification.distance_based", "ts").KNeighborsTimeSeriesClassifier,
+    "rocket": lambda: optional_import("aeon.classification.convolution_based", "ts").RocketClassifier,
+    "xgboost": lambda: XGBoostClassifier,
+    "lstm": lambda: LSTMClassifier,
+    "tcn": lambda: TCNClassifier,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {"dtw": {"distance": "dtw", "n_neighbors": 1}}
+_ONE_LENGTH = ("rocket", "xgboost")
 
 
 def _padded(classifier: BaseClassifier) -> BaseClassifier:
@@ -36,18 +38,9 @@ def _padded(classifier: BaseClassifier) -> BaseClassifier:
     return optional_import("aeon.classification.compose", "ts").ClassifierPipeline(steps, classifier)
 
 
-_CLASSIFIERS: dict[str, Callable[..., BaseClassifier]] = {
-    "dtw": _dtw,
-    "rocket": _rocket,
-    "xgboost": lambda random_state, **options: _padded(XGBoostClassifier(random_state=random_state, **options)),
-    "lstm": LSTMClassifier,
-    "tcn": TCNClassifier,
-}
-
-
 def classifiers() -> list[str]:
     """What `classifier` accepts."""
-    return list(_CLASSIFIERS)
+    return list(_CLASSES)
 
 
 def classifier(name: str, *, random_state: int | np.random.RandomState | None = None, **options: Any) -> BaseClassifier:
@@ -69,5 +62,10 @@ def classifier(name: str, *, random_state: int | np.random.RandomState | None = 
     >>> classifier("dtw").fit(series, np.array(["a", "b", "a", "b"])).predict(series)
     array(['a', 'b', 'a', 'b'], dtype='<U1')
     """
-    check_choice("classifier", name, _CLASSIFIERS)
-    return _CLASSIFIERS[name](random_state=random_state, **options)
+    check_choice("classifier", name, _CLASSES)
+    build = _CLASSES[name]()
+    accepted = inspect.signature(build).parameters
+    check_options(name, options, [option for option in accepted if option != "random_state"])
+    seed = {"random_state": random_state} if "random_state" in accepted else {}
+    built = build(**_DEFAULTS.get(name, {}) | seed | options)
+    return _padded(built) if name in _ONE_LENGTH else built

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ... import data
-from ..._utils import check_choice, write_atomically
+from ..._utils import check_between, check_choice, write_atomically
 from ...data import Splits
 from .. import recipes, tasks
 from ..claims import claimed
-from ..config import TrainConfig, override
+from ..config import MAX_SEED, TrainConfig, override
 from ..loop import CONFIG, RESULT, Report
 from ..loop import train as train_recipe
 from ..record import RunLog, peak_memory, provenance, write_provenance
@@ -56,6 +56,9 @@ class MethodConfig:
     episodes: int
     options: dict[str, Any]
     seed: int
+
+    def __post_init__(self) -> None:
+        check_between(0, MAX_SEED, seed=self.seed)
 
     @property
     def name(self) -> str:
@@ -181,6 +184,8 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
     from ...integrations.gymnasium import evaluate
     from .policies import policy
 
+    environment = splits.info.environment
+    envs = tasks.environments(environment, config.episodes)  # first: what they lack is said before the updates
     start = time.perf_counter()
 
     def updated(step: int, loss: Tensor) -> None:
@@ -194,8 +199,6 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
     windows: Any = splits.train
     learnt_policy = policy(config.method, windows, seed=config.seed, report=updated, **config.options)
     seconds = time.perf_counter() - start
-    environment = splits.info.environment
-    envs = tasks.environments(environment, config.episodes)
     played = evaluate(learnt_policy, envs, config.episodes, seed=config.seed + 100)
     envs.close()
     scores = {
@@ -223,7 +226,12 @@ def _device(config: MethodConfig) -> torch.device:
     if config.method not in _NETWORKS:
         return torch.device("cpu")
     chosen = config.options.get("device", "auto")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if chosen == "auto" else chosen)
+    if chosen == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=chosen).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without it
+        raise ValueError(f"device {chosen!r} is not there; accepted: auto, cpu, or cuda with a GPU.") from error
 
 
 def _option(assignment: str) -> tuple[str, Any]:

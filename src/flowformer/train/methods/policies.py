@@ -5,13 +5,14 @@ Actions are expected in [-1, 1], as those of D4RL are. All need the extra "rl".
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ..._utils import check_choice, check_positive
+from ..._utils import check_choice, check_options, check_positive
 from ...data.offline_rl import Windows
 from ...integrations.gymnasium import DecisionPolicy
 from ...models.decision import FlowformerDecision
@@ -60,6 +61,9 @@ def policy(
         options: of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
     """
     check_choice("policy", name, LEARNERS)
+    known = inspect.getfullargspec(LEARNERS[name])
+    if known.varkw is None:
+        check_options(name, options, ["steps", "device", *known.kwonlyargs])
     check_positive(steps=steps)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
