@@ -203,6 +203,18 @@ def test_kill_9_changes_nothing(whole, tmp_path):
     assert "paper 98.9" not in text, "it is not the recipe"
 
 
+def test_what_a_table_of_results_has_is_not_run_again(whole, tmp_path):
+    flowformer("results", whole, "--out", tmp_path / "carried")
+    queue = ["reproduce", *KILLED, *CHANGES, "--out", tmp_path / "queue"]
+    carried = ["--known", tmp_path / "carried" / "results.csv"]
+    assert [job["state"] for job in json.loads(flowformer(*queue, "--list", "--json"))] == ["to do"] * 2
+    output = flowformer(*queue, *carried)
+    assert "0 of 2 runs to do" in output
+    assert (tmp_path / "queue" / "results.csv").read_text() == (tmp_path / "carried" / "results.csv").read_text()
+    other = json.loads(flowformer(*queue, *carried, "steps=241", "--list", "--json"))
+    assert [job["state"] for job in other] == ["to do"] * 2, "another experiment"
+
+
 ENDLESS = [*TINY, "steps=1000000", "checkpoint_every=1000000"]
 
 
@@ -260,6 +272,18 @@ def queue(tmp_path, *jobs):
 def job(tmp_path, *command, name="a"):
     folder = tmp_path / name
     return reproduce.Job(name, 0, folder, command, folder / "result.json", 1.0)
+
+
+def test_a_method_without_checkpoints_that_is_stopped_has_not_failed(tmp_path):
+    (job,) = reproduce.jobs("uea", tmp_path, cells=["uea/JapaneseVowels/dtw"], seeds=1)
+    claims.reserve(job.folder)
+    said = []
+    queue = reproduce.Queue([job], tmp_path, pack=1, say=said.append, stopped="it was asked to")
+    queue._running[subprocess.Popen(["sleep", "60"])] = job
+    queue._stop(time.monotonic() + 60)
+    assert said == [f"stopped: {job.label}, which has no checkpoints and begins again"]
+    assert not queue.failed
+    assert job.state() == "to do"
 
 
 def test_a_failed_run_stops_no_other(tmp_path):

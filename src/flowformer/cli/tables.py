@@ -37,6 +37,10 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="The folder of the queue, which machines may share.")] = Path(
         "runs/reproduce"
     ),
+    known: Annotated[
+        list[Path] | None,
+        typer.Option(help="A results.csv whose runs need not run again; the tables have them as well. Repeatable."),
+    ] = None,
     data: DataDir = None,
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
     as_json: Json = False,
@@ -50,7 +54,9 @@ def reproduce(
     from ..train import results, summary
     from ..train.loop import Interrupted
 
-    jobs = queue.jobs(table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data)
+    folders = [row["folder"] for row in results.collect(known or ())]
+    chosen = {"cells": cells or (), "seeds": seeds, "overrides": overrides or ()}
+    jobs = queue.jobs(table, out, **chosen, data_dir=data, finished=folders)
     if show:
         _print_jobs(jobs, as_json)
         return
@@ -65,7 +71,7 @@ def reproduce(
         errors.print(str(stopped))
         raise typer.Exit(130) from stopped
     finally:
-        rows = results.collect([out])
+        rows = results.collect([out, *(known or ())])
         if rows:
             figures = results.draw_figures(rows, out / "figures", data)
             speeds = out / "speed" / queue.SPEED
@@ -75,7 +81,7 @@ def reproduce(
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")
-    left = [job for job in jobs if job.blocked is None and not job.done.exists()]
+    left = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None:
         say(f"{len(left)} runs are left: {running.stopped}. The same command goes on.")
     if running.failed:
@@ -119,7 +125,7 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
     for row in zip(*cells.values(), strict=True):
         listed.add_row(*row)
     console.print(listed, crop=False)
-    left = sum(job.minutes for job in jobs if job.blocked is None and not job.done.exists())
+    left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
     console.print(f"{left:.0f} minutes on an H200 are to do, eight side by side in {left / 8:.0f}.")
 
 

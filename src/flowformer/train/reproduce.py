@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,7 @@ class Job:
         done: the file that says that it is finished.
         alone: whether no other job may run at the same time, as for a benchmark.
         blocked: "missing data" or "missing package", and which; None is ready.
+        is_known: whether its result is there without its folder.
     """
 
     name: str
@@ -72,6 +73,11 @@ class Job:
     paper: float | None = None
     alone: bool = False
     blocked: str | None = None
+    is_known: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_known or self.done.exists()
 
     @property
     def label(self) -> str:
@@ -79,7 +85,7 @@ class Job:
 
     def state(self) -> str:
         """ "done", "running" with its host, "missing …", "failed" with the reason, or "to do" with its checkpoint."""
-        if self.done.exists():
+        if self.is_done:
             return "done"
         owner = claims.owner(self.folder)
         if owner is not None:
@@ -100,6 +106,7 @@ def jobs(
     seeds: int | None = None,
     overrides: Sequence[str] = (),
     data_dir: Path | None = None,
+    finished: Iterable[str] = (),
 ) -> list[Job]:
     """The runs of a table, the most important first: the first seed of every cell, then the second.
 
@@ -110,6 +117,7 @@ def jobs(
         seeds: runs of a cell; None is what the table says.
         overrides: of every recipe, each as key=value; results are labelled with them.
         data_dir: the folder of all data sets.
+        finished: folders of runs, of this or another machine, that need not run again.
     """
     for assignment in overrides:
         if assignment.partition("=")[0] in ("seed", "attention", "model.attention"):
@@ -131,7 +139,10 @@ def jobs(
     ]
     ordered = [job for _, _, job in sorted(found, key=lambda each: each[:2])]
     unique = {job.folder: job for job in reversed(ordered)}  # tables share runs
-    return [*reversed(unique.values()), *(job for job in speed if _matches(job.name, cells))]
+    # a run has the same name below the folder of any queue
+    names = {path.parts[-count:] for path in map(Path, finished) for count in range(1, len(path.parts) + 1)}
+    runs = [replace(job, is_known=job.folder.relative_to(out).parts in names) for job in reversed(unique.values())]
+    return [*runs, *(job for job in speed if _matches(job.name, cells))]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -218,7 +229,7 @@ class Queue:
         for job in self.jobs:
             if job.done.exists() and claims.owner(job.folder) is None:
                 _free(job)
-        waiting = deque(job for job in self.jobs if job.blocked is None and not job.done.exists())
+        waiting = deque(job for job in self.jobs if job.blocked is None and not job.is_done)
         self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
         with _interrupts() as interrupted:
             try:
@@ -308,10 +319,12 @@ class Queue:
                 unfinished.replace(job.done)
             if job.done.exists():
                 _free(job)
-                done = sum(each.done.exists() for each in self.jobs)
+                done = sum(each.is_done for each in self.jobs)
                 self.say(f"done: {job.label} ({done} of {len(self.jobs)})")
             elif code == 130:
                 self.say(f"stopped: {job.label}, with a checkpoint")
+            elif self.stopped is not None and code == -signal.SIGTERM:
+                self.say(f"stopped: {job.label}, which has no checkpoints and begins again")
             elif claims.owner(job.folder) is not None:
                 waiting.append(job)
             else:
