@@ -55,8 +55,9 @@ def reproduce(
     from ..train.loop import Interrupted
 
     folders = [row["folder"] for row in results.collect(known or ())]
-    chosen = {"cells": cells or (), "seeds": seeds, "overrides": overrides or ()}
-    jobs = queue.jobs(table, out, **chosen, data_dir=data, finished=folders)
+    jobs = queue.jobs(
+        table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data, finished=folders
+    )
     if show:
         _print_jobs(jobs, as_json)
         return
