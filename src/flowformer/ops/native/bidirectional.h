@@ -44,8 +44,7 @@ template <class T> struct Bidirectional {
     };
 
     static int64_t record_size(const Call& call) {
-        int64_t D = padded(call.dim, LANES<A>), E = padded(call.value_dim, LANES<A>);
-        return 4 * D + D * E;
+        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
     }
 
     // backward, those of the first pass stay where they are
@@ -53,7 +52,7 @@ template <class T> struct Bidirectional {
 
     // lays out what a head needs while it is computed; returns the end
     A* place(Head& h, A* slot, bool backward) const {
-        auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, LINE<A>)); };
         h.q = take(h.sinks.size * D);
         h.k = take(padded(h.sources.size, LANES<A>) * D);
         for (A** rows : {&h.values, &h.grads}) *rows = take(BLOCK * E);
@@ -447,8 +446,8 @@ template <class T> struct Bidirectional {
         Head longest{};
         longest.sinks.size = sinks;
         longest.sources.size = sources;
-        const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, 16);
-        const int64_t block_size = padded(this->block_size(), 16), part_size = padded(total_size(backward), 16);
+        const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, LINE<A>);
+        const int64_t block_size = padded(this->block_size(), LINE<A>), part_size = padded(total_size(backward), LINE<A>);
         auto size = [&](int level, const Head& h) {
             return backward ? backward_size(level, h) : forward_size(level, h);
         };

@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
-CAPABILITIES = ("AVX2", "AVX512")  # as torch names them: both have what FLAGS ask for
+FLAGS = ("-std=c++17", "-O3", "-mfma", "-fPIC", "-shared", "-pthread")
+# by what torch finds the CPU capable of; ATEN_CPU_CAPABILITY=avx2 makes it find less
+WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -49,15 +50,22 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or why there is none."""
     if sys.platform != "linux":
         return None, f"the native code is built on Linux only, not on {sys.platform}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in CAPABILITIES:
-        return None, f"this CPU has no AVX2 (torch finds {capability})"
+    if _capability() not in WIDTHS:
+        return None, f"this CPU has no AVX2 (torch finds {_capability()})"
     try:
         return ctypes.CDLL(str(_built())), None
     except _BuildError as error:
         return None, str(error)
     except OSError as error:
         return None, f"the native code could not be built or loaded: {error}"
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _flags() -> tuple[str, ...]:
+    return FLAGS + WIDTHS[_capability()]
 
 
 class _BuildError(Exception):
@@ -82,7 +90,7 @@ def _compile(compiler: str, path: Path) -> None:
     logging.getLogger(__name__).warning("flowformer compiles its CPU code, once, in about 15 s: %s", path)
     # complete or not there: a build that is killed leaves only the part
     part = path.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *FLAGS, str(SOURCES / "library.cpp"), "-o", str(part)]
+    command = [compiler, *_flags(), str(SOURCES / "library.cpp"), "-o", str(part)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         part.replace(path)
@@ -109,7 +117,7 @@ def _folder() -> Path:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(repr((FLAGS, os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
+    digest = hashlib.sha256(repr((_flags(), os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
     for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "library.cpp"]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

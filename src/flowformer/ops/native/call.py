@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # in the order of the enumerations of `call.h`
 FEATURE_MAPS, COMPETITIONS, ALLOCATIONS = ("sigmoid", "elu+1", "relu"), get_args(Competition), ("sigmoid", "none")
 STATE = ("sums", "memory", "scalars")
-VECTOR = 32  # bytes
+LINE = 64  # bytes of a cache line, to which records are padded
 
 
 class Rows(ctypes.Structure):
@@ -117,9 +117,9 @@ def new_call(
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """In whole vectors of the dtype of sums."""
-    lanes = VECTOR // dtype.itemsize
-    return (size + lanes - 1) // lanes * lanes
+    """In whole cache lines of the dtype of sums."""
+    numbers = LINE // dtype.itemsize
+    return (size + numbers - 1) // numbers * numbers
 
 
 def with_rows(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@
 
 template <class T> struct Causal {
     using A = Sum<T>;
-    static constexpr int64_t CHUNK = 24, SEGMENT = 16 * CHUNK;
+    static constexpr int64_t CHUNK = CAUSAL_CHUNK, SEGMENT = 384;
 
     const Call& call;
     const Features<T> features;
@@ -36,7 +36,9 @@ template <class T> struct Causal {
         Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
     };
 
-    int64_t record_size() const { return 4 * D + D * E + 4; }
+    int64_t record_size() const {
+        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>) + 4;
+    }
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
 
@@ -108,7 +110,7 @@ template <class T> struct Causal {
         Vector<A> total = {};
         for (int64_t c = 0; c < D; c += LANES<A>)
             total += (load(x + c) + eps) * ((load(before + c) + load(inside + c)) + eps);
-        return sum<A>(total) + rest;
+        return sum(total) + rest;
     }
 
     // inside += factor · x
@@ -191,8 +193,8 @@ template <class T> struct Causal {
 
     // c += a b for lower triangular a
     static void add_lower(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
-        for (int64_t i = 0; i < tokens; i += 6) {
-            const int64_t rows = std::min<int64_t>(6, tokens - i);
+        for (int64_t i = 0; i < tokens; i += TILE_ROWS) {
+            const int64_t rows = std::min<int64_t>(TILE_ROWS, tokens - i);
             product<A, false, true>(rows, columns, i + rows, a + i * CHUNK, CHUNK, b, columns, c + i * columns,
                                     columns);
         }
@@ -200,8 +202,8 @@ template <class T> struct Causal {
 
     // c += aᵀ b for lower triangular a
     static void add_upper(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
-        for (int64_t i = 0; i < tokens; i += 6)
-            product<A, true, true>(std::min<int64_t>(6, tokens - i), columns, tokens - i, a + i * CHUNK + i, CHUNK,
+        for (int64_t i = 0; i < tokens; i += TILE_ROWS)
+            product<A, true, true>(std::min<int64_t>(TILE_ROWS, tokens - i), columns, tokens - i, a + i * CHUNK + i, CHUNK,
                                    b + i * columns, columns, c + i * columns, columns);
     }
 
@@ -244,7 +246,7 @@ template <class T> struct Causal {
     }
 
     void forward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(4 * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
@@ -294,7 +296,7 @@ template <class T> struct Causal {
     };
 
     void backward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(4 * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         Chunk kept[SEGMENT / CHUNK];
@@ -343,7 +345,7 @@ template <class T> struct Causal {
     }
 
     void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
         A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
         A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
@@ -451,7 +453,7 @@ template <class T> struct Causal {
 
     void run(bool backward) const {
         const int64_t heads = call.sequences * call.heads;
-        const int64_t space = padded(backward ? backward_space() : forward_space(), 16);
+        const int64_t space = padded(backward ? backward_space() : forward_space(), LINE<A>);
         const int threads = workers(call);
         Buffer<A> memory(threads * space);
         Pool::run(heads, threads, [&](int64_t index, int worker) {
