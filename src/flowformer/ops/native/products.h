@@ -49,8 +49,8 @@ static void product(int64_t rows, int64_t columns, int64_t length, const A* a, i
     if (j < columns) strip<A, TILE_ROWS, 1, TRANSPOSED, ADD>(rows, a, a_row, b + j, b_row, c + j, c_row, length);
 }
 
-// f(row), a vector, summed up for each row
-template <class A, class F> static void sum_rows(int64_t rows, A* result, F f) {
+// the sum of the vector f(row), for each row
+template <class A, class F> static void sum_each(int64_t rows, A* result, F f) {
     int64_t t = 0;
     if constexpr (std::is_same<A, float>::value)
         for (; t + LANES<A> <= rows; t += LANES<A>) {
@@ -61,9 +61,18 @@ template <class A, class F> static void sum_rows(int64_t rows, A* result, F f) {
     for (; t < rows; t++) result[t] = sum(f(t));
 }
 
+// the sum of each row of x
+template <class A> static void sum_rows(int64_t rows, int64_t columns, const A* x, A* result) {
+    sum_each(rows, result, [=](int64_t t) {
+        Vector<A> total = {};
+        for (int64_t c = t * columns; c < (t + 1) * columns; c += LANES<A>) total += load(x + c);
+        return total;
+    });
+}
+
 // x_t · w of each row of x
 template <class A> static void dots(int64_t rows, int64_t columns, const A* x, const A* w, A* result) {
-    sum_rows(rows, result, [=](int64_t t) {
+    sum_each(rows, result, [=](int64_t t) {
         Vector<A> total = {};
         for (int64_t c = 0; c < columns; c += LANES<A>) total += load(x + t * columns + c) * load(w + c);
         return total;
@@ -72,7 +81,7 @@ template <class A> static void dots(int64_t rows, int64_t columns, const A* x, c
 
 // x_t · y_t of each row
 template <class A> static void row_dots(int64_t rows, int64_t columns, const A* x, const A* y, A* result) {
-    sum_rows(rows, result, [=](int64_t t) {
+    sum_each(rows, result, [=](int64_t t) {
         Vector<A> total = {};
         for (int64_t c = t * columns; c < (t + 1) * columns; c += LANES<A>) total += load(x + c) * load(y + c);
         return total;
