@@ -326,6 +326,7 @@ template <class T> struct Bidirectional {
         };
         auto finish = [&](int level, Head& h) { backward ? finish_backward(level, h) : finish_forward(level, h); };
 
+        advise_results<T>(call, backward);
         if (heads >= threads || segments <= 1) {
             const int64_t worker_size = std::max(slot_size + block_size + part_size, Short<T>::space(call));
             Buffer<A> memory(threads * worker_size);

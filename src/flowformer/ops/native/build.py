@@ -25,6 +25,7 @@ FLAGS = ("-std=c++17", "-O3", "-mfma", "-fPIC", "-shared", "-pthread")
 # by what torch finds the CPU capable of; ATEN_CPU_CAPABILITY=avx2 makes it find less
 WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 COMPILERS = ("c++", "g++", "clang++")
+FUNCTIONS = ("bidirectional_forward", "bidirectional_backward", "causal_forward", "causal_backward")
 
 
 def failure() -> str | None:
@@ -53,11 +54,14 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if _capability() not in WIDTHS:
         return None, f"this CPU has no AVX2 (torch finds {_capability()})"
     try:
-        return ctypes.CDLL(str(_built())), None
+        loaded = ctypes.CDLL(str(_built()))
     except _BuildError as error:
         return None, str(error)
     except OSError as error:
         return None, f"the native code could not be built or loaded: {error}"
+    for function in FUNCTIONS:
+        getattr(loaded, function).argtypes = [ctypes.c_char_p]
+    return loaded, None
 
 
 def _capability() -> str:

@@ -46,7 +46,7 @@ template <class T> struct Causal {
     A* record(const Head& h, int64_t segment) const {
         const int64_t before =
             call.sink_bounds ? h.tokens.start / SEGMENT + h.sequence : h.sequence * ((call.sinks - 1) / SEGMENT);
-        return (A*)call.records + ((before + segment - 1) * call.heads + h.head) * record_size();
+        return (A*)call.kept + ((before + segment - 1) * call.heads + h.head) * record_size();
     }
 
     Head begin(int64_t index, A* sums, A* memory) const {
@@ -455,6 +455,7 @@ template <class T> struct Causal {
         const int64_t heads = call.sequences * call.heads;
         const int64_t space = padded(backward ? backward_space() : forward_space(), LINE<A>);
         const int threads = workers(call);
+        advise_results<T>(call, backward);
         Buffer<A> memory(threads * space);
         Pool::run(heads, threads, [&](int64_t index, int worker) {
             backward ? backward_head(index, memory + worker * space) : forward_head(index, memory + worker * space);

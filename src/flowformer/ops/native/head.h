@@ -14,7 +14,7 @@ template <class T> struct BidirectionalHead {
     A *inverse_incoming, *allocation, *inverse_outgoing, *competition;  // kept, one number a token
     A* record;                                                          // kept, see `record_size`
 
-    // room for Σk, Σq, Σk/O, Σq/I and S, or for the flow matrix of a short head
+    // room for Σk, Σq, Σk/O, Σq/I and S, or for the flow matrix of a short head; `op.py` allocates it
     static int64_t record_size(const Call& call) {
         return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
     }
@@ -32,11 +32,15 @@ template <class T> struct BidirectionalHead {
         h.key_mask = call.key_mask ? call.key_mask + h.sequence * call.sources : nullptr;
         h.n = count(h.query_mask, h.sinks.size);
         h.m = count(h.key_mask, h.sources.size);
-        h.inverse_incoming = call.sink_flows.at<A>(h.row, h.head, h.sinks.start);
-        h.allocation = h.inverse_incoming + call.sink_plane;
-        h.inverse_outgoing = call.source_flows.at<A>(h.row, h.head, h.sources.start);
-        h.competition = h.inverse_outgoing + call.source_plane;
-        h.record = (A*)call.records + index * record_size(call);
+        // records of all heads, then planes of a number for each token
+        const int64_t place = h.row * call.heads + h.head, places = call.rows() * call.heads;
+        A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
+        h.record = (A*)call.kept + index * record_size(call);
+        h.inverse_incoming = flows + place * call.sinks + h.sinks.start;
+        h.allocation = h.inverse_incoming + places * call.sinks;
+        flows += 2 * places * call.sinks;
+        h.inverse_outgoing = flows + place * call.sources + h.sources.start;
+        h.competition = h.inverse_outgoing + places * call.sources;
         return h;
     }
 
