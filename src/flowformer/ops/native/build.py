@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -90,28 +91,31 @@ def _built() -> Path:
     return path
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     logging.getLogger(__name__).warning("flowformer compiles its CPU code, once, in about 15 s: %s", path)
     # complete or not there: a build that is killed leaves only the part
     part = path.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *_flags(), str(SOURCES / "library.cpp"), "-o", str(part)]
+    command = [*compiler, *_flags(), str(SOURCES / "library.cpp"), "-o", str(part)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         part.replace(path)
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
         first = next((line for line in lines if "error" in line), lines[0])
-        raise _BuildError(f"{compiler} could not compile the native code ({first})") from error
+        raise _BuildError(f"{shlex.join(compiler)} could not compile the native code ({first})") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
-    if found is None:
-        raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
-    return found
+def _compiler() -> list[str]:
+    """A command, such as that of $CXX, which may have arguments: "ccache g++"."""
+    asked = os.environ.get("CXX", "").strip()
+    for command in [asked] if asked else COMPILERS:
+        with contextlib.suppress(ValueError):  # a quotation that does not end
+            program, *arguments = shlex.split(command)
+            if (found := shutil.which(program)) is not None:
+                return [found, *arguments]
+    raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
 
 
 def _folder() -> Path:

@@ -137,8 +137,9 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = _native_bidirectional(*inputs)
-        ctx.save_for_backward(*inputs[:7], *outputs[1:])
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*inputs[:7], outputs[1])
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.set_materialize_grads(False)  # of outputs that nothing used: zeros as large as what is kept
         ctx.options = inputs[7:]
         return outputs
 
@@ -154,16 +155,20 @@ class _Causal(torch.autograd.Function):
         outputs: tuple[Tensor, ...] = _native_causal(*inputs)
         ctx.save_for_backward(*inputs[:9], outputs[4])
         ctx.mark_non_differentiable(*(outputs[4:] if inputs[4] is not None else outputs[1:]))
+        ctx.set_materialize_grads(False)
         ctx.options = inputs[9:]
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grad_end: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        has_state = saved[4] is not None
-        grad_end = grads[1:4] if has_state else (None, None, None)
-        grads = differentiate(_native_causal_backward, grads[0], *grad_end, *saved, *ctx.options)
-        grad_start = grads[3:] if has_state else (None, None, None)
+        query, value, state = saved[0], saved[2], saved[4:7]
+        if grad is None:
+            grad = query.new_zeros(*query.shape[:3], value.shape[3])
+        pairs = zip(grad_end[:3], state, strict=True)
+        grad_end = tuple(torch.zeros_like(x) if each is None and x is not None else each for each, x in pairs)
+        grads = differentiate(_native_causal_backward, grad, *grad_end, *saved, *ctx.options)
+        grad_start = grads[3:] if state[0] is not None else (None, None, None)
         return *grads[:3], None, *grad_start, None, None, *(None for _ in ctx.options)
 
 
@@ -181,7 +186,7 @@ def _run_bidirectional(
     lengths, options = rest[:4], rest[4:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
     result, kept = _empty_bidirectional(query, key, value, None, None, *lengths)
-    outputs = _cleared(result, lengths), *_NO_GRADIENTS
+    outputs = _cleared(result, bounds[0]), *_NO_GRADIENTS
     run("bidirectional_forward", (query, key, value), outputs, bounds, masks, kept, _NO_STATES, *options)
     return result, kept
 
@@ -191,15 +196,15 @@ def _run_bidirectional_backward(
 ) -> tuple[Tensor, ...]:
     lengths, kept, options = rest[:2] + rest[3:5], rest[2], rest[5:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
-    arguments = bounds, masks, kept, _NO_STATES, *options
-    return _run_backward("bidirectional_backward", grad, query, key, value, lengths, arguments)
+    arguments = masks, kept, _NO_STATES, *options
+    return _run_backward("bidirectional_backward", grad, query, key, value, bounds, arguments)
 
 
 def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: Any) -> tuple[Tensor, ...]:
     state, lengths, options = _contiguous(*rest[:3]), rest[3:7], rest[7:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
     result, *end, kept = _empty_causal(query, key, value, None, *state, *lengths)
-    outputs = _cleared(result, lengths), *_NO_GRADIENTS
+    outputs = _cleared(result, bounds[0]), *_NO_GRADIENTS
     states = _NO_STATES if state[0] is None else (*state, *end, *_NO_STATES[:6])
     run("causal_forward", (query, key, value), outputs, bounds, masks, kept, states, *options)
     return result, *end, kept
@@ -221,8 +226,8 @@ def _run_causal_backward(
     grad_start, states = _like_state(query, state), _NO_STATES
     if state[0] is not None:
         states = (*state, *_NO_STATES[:3], *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
-    arguments = bounds, masks, kept, states, *options
-    return *_run_backward("causal_backward", grad, query, key, value, lengths, arguments), *grad_start
+    arguments = masks, kept, states, *options
+    return *_run_backward("causal_backward", grad, query, key, value, bounds, arguments), *grad_start
 
 
 def _run_backward(
@@ -231,7 +236,7 @@ def _run_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lengths: Sequence[Any],
+    bounds: Sequence[Bounds],
     arguments: Sequence[Any],
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key and value."""
@@ -240,8 +245,9 @@ def _run_backward(
     parts, shared = list(grads), query.shape[1] != key.shape[1]
     if shared:
         parts[1:] = (x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) for x in (key, value))
-    outputs = None, with_rows(grad), *(_cleared(part, lengths) for part in parts)
-    run(function, (query, key, value), outputs, *arguments)
+    for part, ends in zip(parts, (bounds[0], bounds[1], bounds[1]), strict=True):
+        _cleared(part, ends)
+    run(function, (query, key, value), (None, with_rows(grad), *parts), bounds, *arguments)
     if shared:
         for x, part in zip(grads[1:], parts[1:], strict=True):
             x.copy_(part.unflatten(1, (x.shape[1], -1)).sum(2))
@@ -252,9 +258,10 @@ def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causa
     if lengths[0] is None:
         return [None, None]
     # here, since every import of the package would pay for it
-    from ..varlen import check_bounds
+    from ..varlen import starts_and_lengths
 
-    check_bounds(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
+    # not by `check_bounds`, which trusts tensors that it has seen: bounds may share memory with an array that changes
+    starts_and_lengths(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
     return [ends.long().contiguous() for ends in lengths[:2]]
 
 
@@ -262,9 +269,11 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _cleared(x: Tensor, lengths: Sequence[Any]) -> Tensor:
-    """x, 0 where packed tokens may belong to no sequence."""
-    return x if lengths[0] is None else x.zero_()
+def _cleared(x: Tensor, bounds: Bounds) -> Tensor:
+    """x, 0 where packed tokens belong to no sequence."""
+    if bounds is not None:
+        x[:, :, int(bounds[-1]) :] = 0
+    return x
 
 
 def _empty_bidirectional(
