@@ -344,7 +344,7 @@ template <class T> struct Bidirectional {
                     }
                     finish(level, h);
                 }
-            });
+            }, neighbours(call, heads, threads));
             return;
         }
         Buffer<A> memory(heads * (slot_size + segments * part_size) + threads * block_size);

@@ -99,10 +99,21 @@ inline Span span(const int64_t* bounds, int64_t sequence, int64_t size) {
     return bounds ? Span{bounds[sequence], bounds[sequence + 1] - bounds[sequence]} : Span{0, size};
 }
 
+constexpr double WORTH = 1 << 20;  // multiplications that take about as long as to wake a thread
+
+inline double steps(const Call& call) {
+    return double(call.rows() * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
+}
+
 // how many threads are worth waking: each has at least as much to do as waking it takes
 inline int workers(const Call& call) {
-    const double steps = double(call.rows() * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
-    return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps / (1 << 20))));
+    return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps(call) / WORTH)));
+}
+
+// heads that a thread takes at a time: neighbours, whose numbers share cache lines, but no more than leaves all busy
+inline int64_t neighbours(const Call& call, int64_t heads, int threads) {
+    const double few = std::min(WORTH * heads / (1 + steps(call)), heads / (4.0 * threads));
+    return std::max<int64_t>(1, int64_t(few));
 }
 
 // before results of T are written

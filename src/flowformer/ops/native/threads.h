@@ -19,13 +19,13 @@
 
 class Pool {
   public:
-    // task(index, worker) for each index below count, on at most `threads` workers
-    template <class Task> static void run(int64_t count, int threads, const Task& task) {
+    // task(index, worker) for each index below count, on at most `threads` workers; each takes `grain` indices at a time
+    template <class Task> static void run(int64_t count, int threads, const Task& task, int64_t grain = 1) {
         Pool& pool = current();
         std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);
         if (count > 1 && threads > 1 && turn.try_lock()) {
             auto call = [](const void* f, int64_t i, int worker) { (*(const Task*)f)(i, worker); };
-            pool.share(count, threads, call, &task);
+            pool.share(count, threads, call, &task, grain);
         } else {
             for (int64_t i = 0; i < count; i++) task(i, 0);
         }
@@ -35,12 +35,13 @@ class Pool {
     struct Job {
         void (*call)(const void*, int64_t, int);
         const void* task;
-        int64_t count;
+        int64_t count, grain;
         std::atomic<int64_t> next{0};
         std::atomic<int> working{0};  // helpers that have begun
 
         void work(int worker) {
-            for (int64_t i; (i = next.fetch_add(1)) < count;) call(task, i, worker);
+            for (int64_t i; (i = next.fetch_add(grain)) < count;)
+                for (int64_t stop = i + grain < count ? i + grain : count; i < stop; i++) call(task, i, worker);
         }
     };
 
@@ -75,8 +76,8 @@ class Pool {
         return *instance();
     }
 
-    void share(int64_t count, int threads, void (*call)(const void*, int64_t, int), const void* task) {
-        Job mine{call, task, count};
+    void share(int64_t count, int threads, void (*call)(const void*, int64_t, int), const void* task, int64_t grain) {
+        Job mine{call, task, count, grain};
         {
             std::lock_guard<std::mutex> lock(mutex);
             try {
