@@ -3,12 +3,35 @@
 
 #include <immintrin.h>
 
+#include <cstdint>
+#include <cstring>
+
 #define VECTOR_BYTES 32
 constexpr int TILE_ROWS = 6;  // of two vectors each: with the factors, they fill the 16 registers
 constexpr int CAUSAL_CHUNK = 24;
 
 typedef float FloatVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t HalfVector __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+// bits of the first `size` of 8 numbers, or of `size / 2` of 4
+inline __m256i first(int size) {
+    static const int32_t bits[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    return _mm256_loadu_si256((const __m256i*)(bits + 8 - size));
+}
+
+// the first `size` numbers, fewer than fit, and zeros
+inline FloatVector load_some(const float* p, int size) { return _mm256_maskload_ps(p, first(size)); }
+inline DoubleVector load_some(const double* p, int size) { return _mm256_maskload_pd(p, first(2 * size)); }
+inline HalfVector load_some(const uint16_t* p, int size) {
+    HalfVector x = {};
+    std::memcpy(&x, p, size * sizeof *p);
+    return x;
+}
+
+inline void store_some(float* p, FloatVector x, int size) { _mm256_maskstore_ps(p, first(size), x); }
+inline void store_some(double* p, DoubleVector x, int size) { _mm256_maskstore_pd(p, first(2 * size), x); }
+inline void store_some(uint16_t* p, HalfVector x, int size) { std::memcpy(p, &x, size * sizeof *p); }
 
 inline double sum(DoubleVector x) {
     const __m128d half = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);

@@ -3,12 +3,28 @@
 
 #include <immintrin.h>
 
+#include <cstdint>
+
 #define VECTOR_BYTES 64
 constexpr int TILE_ROWS = 12;  // of two vectors each: with the factors, they fit into the 32 registers
 constexpr int CAUSAL_CHUNK = 32;
 
 typedef float FloatVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t HalfVector __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+// the first `size` numbers, fewer than fit, and zeros
+inline FloatVector load_some(const float* p, int size) { return _mm512_maskz_loadu_ps((1 << size) - 1, p); }
+inline DoubleVector load_some(const double* p, int size) { return _mm512_maskz_loadu_pd((1 << size) - 1, p); }
+inline HalfVector load_some(const uint16_t* p, int size) {
+    return (HalfVector)_mm256_maskz_loadu_epi16((1 << size) - 1, p);
+}
+
+inline void store_some(float* p, FloatVector x, int size) { _mm512_mask_storeu_ps(p, (1 << size) - 1, x); }
+inline void store_some(double* p, DoubleVector x, int size) { _mm512_mask_storeu_pd(p, (1 << size) - 1, x); }
+inline void store_some(uint16_t* p, HalfVector x, int size) {
+    _mm256_mask_storeu_epi16(p, (1 << size) - 1, (__m256i)x);
+}
 
 inline double sum(DoubleVector x) { return _mm512_reduce_add_pd(x); }
 inline float sum(FloatVector x) { return _mm512_reduce_add_ps(x); }

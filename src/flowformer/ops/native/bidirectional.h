@@ -261,11 +261,7 @@ template <class T> struct Bidirectional {
                 h.total += D + 8 + D * E;
                 transpose(D, E, h.grad_memory, E, h.grad_memory_T, D);
                 h.shared_loss = 0;
-                for (int64_t d = 0; d < D; d++) {
-                    A row = 0;
-                    row_dots(1, E, h.memory + d * E, h.grad_memory + d * E, &row);
-                    h.shared_loss += row;
-                }
+                for (int64_t d = 0; d < D; d++) h.shared_loss += dot(E, h.memory + d * E, h.grad_memory + d * E);
                 break;
             case GRAD_COMPETITION:
                 add_rest(h.total, h.total[2 * D], h.grad_conserved_query_sum);

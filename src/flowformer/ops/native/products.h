@@ -49,6 +49,12 @@ static void product(int64_t rows, int64_t columns, int64_t length, const A* a, i
     if (j < columns) strip<A, TILE_ROWS, 1, TRANSPOSED, ADD>(rows, a, a_row, b + j, b_row, c + j, c_row, length);
 }
 
+template <class A> inline A dot(int64_t columns, const A* x, const A* y) {
+    Vector<A> total = {};
+    for (int64_t c = 0; c < columns; c += LANES<A>) total += load(x + c) * load(y + c);
+    return sum(total);
+}
+
 // the sum of the vector f(row), for each row
 template <class A, class F> static void sum_each(int64_t rows, A* result, F f) {
     int64_t t = 0;

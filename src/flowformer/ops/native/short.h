@@ -67,11 +67,6 @@ template <class T> struct Short {
         for (int64_t i = 0; i < size; i++) sum += x[i];
         return sum;
     }
-    static A dot(int64_t size, const A* x, const A* y) {
-        A sum = 0;
-        for (int64_t i = 0; i < size; i++) sum += x[i] * y[i];
-        return sum;
-    }
 
     // adds what a flow has beside the sum of P, from the sums of features on its own side and on the other
     void add_rest(int64_t size, A* flow, const A* own, A other) const {
@@ -87,10 +82,11 @@ template <class T> struct Short {
         sum_rows(h.sources.size, D, s.k, s[KEY]);
     }
 
+    // adds Ô to zeros
     void conserved_outgoing(const Head& h, const Space& s, const A* inverse_incoming, A* flow) const {
         const int64_t n = h.sinks.size, m = h.sources.size;
         add_weighted(n, padded(m, LANES<A>), inverse_incoming, h.record, flow);
-        add_rest(m, flow, s[KEY], dot(n, s[QUERY], inverse_incoming));
+        add_rest(m, flow, s[KEY], dot(padded(n, LANES<A>), s[QUERY], inverse_incoming));
     }
 
     void forward(const Head& h, A* space) const {
@@ -107,7 +103,7 @@ template <class T> struct Short {
         for (int64_t j = 0; j < m; j++) h.inverse_outgoing[j] = out[j] = 1 / out[j];
         std::fill(out + m, out + columns, A(0));
         dots(n, columns, P, out, conserved_in);
-        add_rest(n, conserved_in, s[QUERY], dot(m, s[KEY], out));
+        add_rest(n, conserved_in, s[QUERY], dot(columns, s[KEY], out));
         conserved_outgoing(h, s, in, s[CONSERVED_OUT]);
         h.allocate(0, n, conserved_in);
         h.compete(0, m, s[CONSERVED_OUT]);
@@ -146,8 +142,8 @@ template <class T> struct Short {
         const A allocation = h.grad_allocation(0, n, taken, grad_in);  // Σ dÎ
         h.grad_competition(0, m, given, total(m, given), grad_out);
         if (!std::isinf(call.clamp)) {
-            std::fill_n(out, columns, A(0));
-            conserved_outgoing(h, s, h.inverse_incoming, out);
+            std::copy_n(h.inverse_incoming, n, in);
+            conserved_outgoing(h, s, in, out);
             h.clamp_gradient(m, out, grad_out);
         }
         const A competition = total(m, grad_out);  // Σ dÔ

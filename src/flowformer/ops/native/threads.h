@@ -19,7 +19,7 @@
 
 class Pool {
   public:
-    // task(index, worker) for each index below count, on at most `threads` workers; each takes `grain` indices at a time
+    // task(index, worker) for each index below count, on at most `threads` workers, which take `grain` at a time
     template <class Task> static void run(int64_t count, int threads, const Task& task, int64_t grain = 1) {
         Pool& pool = current();
         std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);

@@ -33,7 +33,7 @@ template <class A> using Vector = typename VectorOf<A>::type;
 template <class A> using Bits = typename VectorOf<A>::bits;
 template <class A> constexpr int LANES = VECTOR_BYTES / sizeof(A);
 
-template <class A> constexpr int LINE = 64 / sizeof(A);  // numbers of a cache line, to which buffers and records are padded
+template <class A> constexpr int LINE = 64 / sizeof(A);  // numbers of a cache line, to which memory is laid out
 
 inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -90,37 +90,34 @@ template <class A> struct WideOf { typedef double type; };
 template <> struct WideOf<double> { typedef long double type; };
 template <class A> using Wide = typename WideOf<A>::type;  // of more digits
 
-inline Vector<float> read(const float* p) { return load(p); }
-inline Vector<double> read(const double* p) { return load(p); }
-inline Vector<float> read(const bfloat16* p) {
-    typedef uint16_t half __attribute__((vector_size(VECTOR_BYTES / 2)));
-    half x;
-    std::memcpy(&x, p, sizeof x);
-    return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16);
-}
-inline void write(float* p, Vector<float> x) { store(p, x); }
-inline void write(double* p, Vector<double> x) { store(p, x); }
-inline void write(bfloat16* p, Vector<float> x) {
-    typedef uint16_t half __attribute__((vector_size(VECTOR_BYTES / 2)));
+inline Vector<float> widened(HalfVector x) { return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16); }
+inline HalfVector narrowed(Vector<float> x) {
     typedef uint32_t whole __attribute__((vector_size(VECTOR_BYTES)));
     whole bits = (whole)x;
     bits += 0x7fff + ((bits >> 16) & 1);  // to the nearest, ties to even
     bits = x != x ? whole{} + 0x7fc00000 : bits;
-    half result = __builtin_convertvector(bits >> 16, half);
-    std::memcpy(p, &result, sizeof result);
+    return __builtin_convertvector(bits >> 16, HalfVector);
+}
+
+inline Vector<float> read(const float* p) { return load(p); }
+inline Vector<double> read(const double* p) { return load(p); }
+inline Vector<float> read(const bfloat16* p) {
+    HalfVector x;
+    std::memcpy(&x, p, sizeof x);
+    return widened(x);
+}
+inline void write(float* p, Vector<float> x) { store(p, x); }
+inline void write(double* p, Vector<double> x) { store(p, x); }
+inline void write(bfloat16* p, Vector<float> x) {
+    const HalfVector half = narrowed(x);
+    std::memcpy(p, &half, sizeof half);
 }
 
 // the last vector of a row: `size` numbers, fewer than fit
-template <class T> inline Vector<Sum<T>> read_some(const T* p, int64_t size) {
-    T part[LANES<Sum<T>>] = {};
-    std::memcpy(part, p, size * sizeof(T));
-    return read(part);
-}
-template <class T> inline void write_some(T* p, Vector<Sum<T>> x, int64_t size) {
-    T part[LANES<Sum<T>>];
-    write(part, x);
-    std::memcpy(p, part, size * sizeof(T));
-}
+template <class A> inline Vector<A> read_some(const A* p, int64_t size) { return load_some(p, int(size)); }
+template <class A> inline void write_some(A* p, Vector<A> x, int64_t size) { store_some(p, x, int(size)); }
+inline Vector<float> read_some(const bfloat16* p, int64_t size) { return widened(load_some(&p->bits, int(size))); }
+inline void write_some(bfloat16* p, Vector<float> x, int64_t size) { store_some(&p->bits, narrowed(x), int(size)); }
 
 // f(column, vector) of each vector of a row; the last is filled up with zeros
 template <class T, class F> inline void for_row(const T* row, int64_t size, F f) {
