@@ -318,6 +318,10 @@ class TestBuild:
         assert self.refusal().endswith("could not compile the native code (vector.h: error: no such thing)")
         assert not list(tmp_path.rglob("*.so"))
 
+    def test_linker_that_fails(self, rebuild):
+        rebuild("echo ld: No space left on device >&2; echo collect2: error: ld returned 1 exit status >&2; exit 1")
+        assert self.refusal().endswith("could not compile the native code (ld: No space left on device)")
+
     def test_library_that_does_not_load(self, rebuild, monkeypatch, tmp_path):
         (tmp_path / "empty").touch()
         monkeypatch.setenv("LIBRARY", str(tmp_path / "empty"))

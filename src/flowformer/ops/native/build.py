@@ -101,7 +101,8 @@ def _compile(compiler: list[str], path: Path) -> None:
         part.replace(path)
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
-        first = next((line for line in lines if "error" in line), lines[0])
+        # collect2 only says that the linker, which has spoken before it, failed
+        first = next((line for line in lines if "error" in line and not line.startswith("collect2")), lines[0])
         raise _BuildError(f"{shlex.join(compiler)} could not compile the native code ({first})") from error
     finally:
         part.unlink(missing_ok=True)
