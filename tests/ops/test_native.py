@@ -9,6 +9,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from helpers import VARIANTS, oracle, random_inputs, with_gradients
@@ -187,6 +188,23 @@ def test_decoding_is_the_reference():
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("used", ["result", "state"])
+def test_gradients_of_what_is_used(used):
+    """Where nothing uses an output, autograd passes no gradient of it."""
+    inputs, past = random_inputs(sinks=9), random_inputs(sinks=5, seed=1)
+
+    def run(backend):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        _, state = flow_attention_recurrent(*past, backend=backend)
+        result, end = flow_attention_recurrent(*leaves, state, backend=backend)
+        # the scalars of the state stay unused
+        total = result.sum() if used == "result" else end.sums.sum() + end.memory.square().sum()
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for x, y in zip(run("native"), run("reference"), strict=True):
+        torch.testing.assert_close(x, y if y is not None else torch.zeros_like(x), rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("past", [0, 1, 70])
 @pytest.mark.parametrize("variant", NATIVE_VARIANTS.values(), ids=NATIVE_VARIANTS)
 def test_gradients_through_states(variant, past):
@@ -216,6 +234,31 @@ def test_invalid_bounds_are_refused(is_causal):
     tokens, bounds = torch.randn(5, 2, 4), torch.tensor([0, 4, 3])
     with pytest.raises(ValueError, match="must not decrease"):
         flow_attention_varlen(tokens, tokens, tokens, bounds, bounds, 5, 5, is_causal=is_causal, backend="native")
+
+
+def test_bounds_that_change_under_a_tensor_are_refused():
+    array = np.array([0, 2, 5])
+    tokens, bounds = torch.randn(5, 2, 4), torch.from_numpy(array)
+    flow_attention_varlen(tokens, tokens, tokens, bounds, bounds, 5, 5, backend="native")
+    array[1:] = 9
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        flow_attention_varlen(tokens, tokens, tokens, bounds, bounds, 9, 9, backend="native")
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """The library for AVX2, on whatever CPU."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    build._load.cache_clear()
+    yield
+    build._load.cache_clear()
+
+
+@KINDS
+@DTYPES
+@pytest.mark.parametrize(("length", "dim", "value_dim"), [(29, 64, 64), (50, 7, 17), (130, 33, 8), (385, 8, 65)])
+def test_narrow_vectors(narrow, length, dim, value_dim, dtype, is_causal):
+    assert_obeys(random_inputs(1, 2, length, dim=dim, value_dim=value_dim), dtype, is_causal=is_causal)
 
 
 @KINDS
@@ -257,10 +300,27 @@ class TestBuild:
         with pytest.raises(NotImplementedError, match="there is no C\\+\\+ compiler"):
             native(*random_inputs())
 
+    def test_compiler_with_arguments(self, rebuild, monkeypatch, tmp_path):
+        rebuild(f'echo "$1" > {tmp_path}/log')
+        monkeypatch.setenv("CXX", f"{os.environ['CXX']} -some-flag")
+        assert build.failure() is None
+        assert (tmp_path / "log").read_text() == "-some-flag\n"
+
+    def test_width_is_another_library(self, monkeypatch):
+        digests = set()
+        for capability in build.WIDTHS:
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
+            digests.add(build._digest())
+        assert len(digests) == len(build.WIDTHS)
+
     def test_compiler_that_fails(self, rebuild, tmp_path):
         rebuild("echo some note >&2; echo vector.h: error: no such thing >&2; exit 1")
         assert self.refusal().endswith("could not compile the native code (vector.h: error: no such thing)")
         assert not list(tmp_path.rglob("*.so"))
+
+    def test_linker_that_fails(self, rebuild):
+        rebuild("echo ld: No space left on device >&2; echo collect2: error: ld returned 1 exit status >&2; exit 1")
+        assert self.refusal().endswith("could not compile the native code (ld: No space left on device)")
 
     def test_library_that_does_not_load(self, rebuild, monkeypatch, tmp_path):
         (tmp_path / "empty").touch()

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread")
-CAPABILITIES = ("AVX2", "AVX512")  # as torch names them: both have what FLAGS ask for
+FLAGS = ("-std=c++17", "-O3", "-mfma", "-fPIC", "-shared", "-pthread")
+# by what torch finds the CPU capable of; ATEN_CPU_CAPABILITY=avx2 makes it find less
+WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 COMPILERS = ("c++", "g++", "clang++")
+FUNCTIONS = ("bidirectional_forward", "bidirectional_backward", "causal_forward", "causal_backward")
 
 
 def failure() -> str | None:
@@ -49,15 +52,25 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or why there is none."""
     if sys.platform != "linux":
         return None, f"the native code is built on Linux only, not on {sys.platform}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in CAPABILITIES:
-        return None, f"this CPU has no AVX2 (torch finds {capability})"
+    if _capability() not in WIDTHS:
+        return None, f"this CPU has no AVX2 (torch finds {_capability()})"
     try:
-        return ctypes.CDLL(str(_built())), None
+        loaded = ctypes.CDLL(str(_built()))
     except _BuildError as error:
         return None, str(error)
     except OSError as error:
         return None, f"the native code could not be built or loaded: {error}"
+    for function in FUNCTIONS:
+        getattr(loaded, function).argtypes = [ctypes.c_char_p]
+    return loaded, None
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _flags() -> tuple[str, ...]:
+    return FLAGS + WIDTHS[_capability()]
 
 
 class _BuildError(Exception):
@@ -78,28 +91,32 @@ def _built() -> Path:
     return path
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: list[str], path: Path) -> None:
     logging.getLogger(__name__).warning("flowformer compiles its CPU code, once, in about 15 s: %s", path)
     # complete or not there: a build that is killed leaves only the part
     part = path.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *FLAGS, str(SOURCES / "library.cpp"), "-o", str(part)]
+    command = [*compiler, *_flags(), str(SOURCES / "library.cpp"), "-o", str(part)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         part.replace(path)
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
-        first = next((line for line in lines if "error" in line), lines[0])
-        raise _BuildError(f"{compiler} could not compile the native code ({first})") from error
+        # collect2 only says that the linker, which has spoken before it, failed
+        first = next((line for line in lines if "error" in line and not line.startswith("collect2")), lines[0])
+        raise _BuildError(f"{shlex.join(compiler)} could not compile the native code ({first})") from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
-    if found is None:
-        raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
-    return found
+def _compiler() -> list[str]:
+    """A command, such as that of $CXX, which may have arguments: "ccache g++"."""
+    asked = os.environ.get("CXX", "").strip()
+    for command in [asked] if asked else COMPILERS:
+        with contextlib.suppress(ValueError):  # a quotation that does not end
+            program, *arguments = shlex.split(command)
+            if (found := shutil.which(program)) is not None:
+                return [found, *arguments]
+    raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
 
 
 def _folder() -> Path:
@@ -109,7 +126,7 @@ def _folder() -> Path:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(repr((FLAGS, os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
+    digest = hashlib.sha256(repr((_flags(), os.environ.get("CXX"), platform.machine(), platform.libc_ver())).encode())
     for source in [*sorted(SOURCES.glob("*.h")), SOURCES / "library.cpp"]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,10 +1,13 @@
 // The arguments of a call, as `call.py` lays them out, and what both directions need of them.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 #include "products.h"
 #include "threads.h"
@@ -19,23 +22,24 @@ struct Rows {
     }
 };
 
+// only 64-bit numbers, in the order in which `call.py` packs them
 struct Call {
     int64_t dtype, threads;
     int64_t sequences, heads, shared;  // `shared`: query heads of a key head
     int64_t sinks, sources, dim, value_dim;
-    const int64_t *sink_bounds, *source_bounds;  // of packed sequences, else null
     Rows query, key, value, result;
     Rows grad, grad_query, grad_key, grad_value;  // those of shared key heads: one for each query head, as sums
+    const int64_t *sink_bounds, *source_bounds;   // of packed sequences, else null
     const bool *query_mask, *key_mask;            // (sequences, tokens), or null
-    Rows sink_flows, source_flows;                // numbers of each token, a plane after another
-    int64_t sink_plane, source_plane;
-    void* records;  // what is kept of each head, or of each of its segments but the first
-    const void *sums, *memory, *scalars;  // the state before the first token, null where there is none
+    void* kept;                                   // by the forward pass, for the backward pass
+    const void *sums, *memory, *scalars;          // the state before the first token, null where there is none
     void *end_sums, *end_memory, *end_scalars;
     const void *grad_end_sums, *grad_end_memory, *grad_end_scalars;
     void *grad_sums, *grad_memory, *grad_scalars;
     int64_t feature_map, competition, allocation, rescale;
     double scale, clamp, eps, flow_eps;
+
+    int64_t rows() const { return sink_bounds ? 1 : sequences; }  // of tensors with `heads` heads
 };
 
 enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP };
@@ -46,12 +50,45 @@ constexpr int64_t BLOCK = 48;      // tokens whose rows stay in the first cache;
 constexpr int64_t SEGMENT = 1536;  // tokens that are added up before they are added to others: results do not depend
                                    // on how many threads there are
 
-template <class A> struct Buffer {
-    explicit Buffer(int64_t size) : data((A*)std::aligned_alloc(64, padded(size * sizeof(A) + 64, 64)), &std::free) {
-        if (!data) throw std::bad_alloc();
+// Asks for huge pages where memory is fresh: to hand out small ones takes the system longer than most calls compute
+inline void advise(void* data, int64_t bytes) {
+    constexpr uintptr_t huge = 2 << 20;
+    const uintptr_t start = ((uintptr_t)data + huge - 1) / huge * huge, stop = ((uintptr_t)data + bytes) / huge * huge;
+    if (start < stop) madvise((void*)start, stop - start, MADV_HUGEPAGE);
+}
+
+// Memory for one call. Each thread keeps what its last call used, so that the next finds it with pages in place.
+template <class A> class Buffer {
+  public:
+    explicit Buffer(int64_t size) : block(std::exchange(spare(), {})) {
+        const int64_t bytes = padded(size * sizeof(A) + 64, 64);
+        if (block.bytes >= bytes) return;
+        block = Block(bytes);
+        advise(block.data.get(), bytes);
     }
-    std::unique_ptr<A[], decltype(&std::free)> data;
-    operator A*() const { return data.get(); }
+    ~Buffer() {
+        if (block.bytes <= KEPT) spare() = std::move(block);
+    }
+    operator A*() const { return (A*)block.data.get(); }
+
+  private:
+    static constexpr int64_t KEPT = 64 << 20;
+
+    struct Block {
+        std::unique_ptr<void, decltype(&std::free)> data{nullptr, &std::free};
+        int64_t bytes = 0;
+
+        Block() = default;
+        explicit Block(int64_t bytes) : data(std::aligned_alloc(64, bytes), &std::free), bytes(bytes) {
+            if (!data) throw std::bad_alloc();
+        }
+    };
+    Block block;
+
+    static Block& spare() {
+        static thread_local Block block;
+        return block;
+    }
 };
 
 // tokens of one sequence: [start, start + size) of all tokens
@@ -62,11 +99,30 @@ inline Span span(const int64_t* bounds, int64_t sequence, int64_t size) {
     return bounds ? Span{bounds[sequence], bounds[sequence + 1] - bounds[sequence]} : Span{0, size};
 }
 
+constexpr double WORTH = 1 << 20;  // multiplications that take about as long as to wake a thread
+
+inline double steps(const Call& call) {
+    return double(call.rows() * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
+}
+
 // how many threads are worth waking: each has at least as much to do as waking it takes
 inline int workers(const Call& call) {
-    const int64_t rows = call.sink_bounds ? 1 : call.sequences;
-    const double steps = double(rows * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
-    return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps / (1 << 20))));
+    return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps(call) / WORTH)));
+}
+
+// heads that a thread takes at a time: neighbours, whose numbers share cache lines, but no more than leaves all busy
+inline int64_t neighbours(const Call& call, int64_t heads, int threads) {
+    const double few = std::min(WORTH * heads / (1 + steps(call)), heads / (4.0 * threads));
+    return std::max<int64_t>(1, int64_t(few));
+}
+
+// before results of T are written
+template <class T> void advise_results(const Call& call, bool backward) {
+    const int64_t heads = call.rows() * call.heads, size = call.shared > 1 ? sizeof(Sum<T>) : sizeof(T);
+    if (!backward) return advise(call.result.data, heads * call.sinks * call.value_dim * sizeof(T));
+    advise(call.grad_query.data, heads * call.sinks * call.dim * sizeof(T));
+    advise(call.grad_key.data, heads * call.sources * call.dim * size);
+    advise(call.grad_value.data, heads * call.sources * call.value_dim * size);
 }
 
 template <class T> class Features {

@@ -12,7 +12,7 @@
 
 template <class T> struct Causal {
     using A = Sum<T>;
-    static constexpr int64_t CHUNK = 24, SEGMENT = 16 * CHUNK;
+    static constexpr int64_t CHUNK = CAUSAL_CHUNK, SEGMENT = 384;
 
     const Call& call;
     const Features<T> features;
@@ -36,7 +36,9 @@ template <class T> struct Causal {
         Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
     };
 
-    int64_t record_size() const { return 4 * D + D * E + 4; }
+    int64_t record_size() const {
+        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>) + 4;
+    }
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
 
@@ -44,7 +46,7 @@ template <class T> struct Causal {
     A* record(const Head& h, int64_t segment) const {
         const int64_t before =
             call.sink_bounds ? h.tokens.start / SEGMENT + h.sequence : h.sequence * ((call.sinks - 1) / SEGMENT);
-        return (A*)call.records + ((before + segment - 1) * call.heads + h.head) * record_size();
+        return (A*)call.kept + ((before + segment - 1) * call.heads + h.head) * record_size();
     }
 
     Head begin(int64_t index, A* sums, A* memory) const {
@@ -103,40 +105,58 @@ template <class T> struct Causal {
         h.total = Wide<A>(scalars[2]) + scalars[3];
     }
 
-    // (x + ε) · (before + inside + ε)
-    A flow(const A* x, const A* before, const A* inside) const {
-        Vector<A> total = {};
-        for (int64_t c = 0; c < D; c += LANES<A>)
-            total += (load(x + c) + eps) * ((load(before + c) + load(inside + c)) + eps);
-        return sum<A>(total) + rest;
+    // the sum up to each token, plus ε, of rows f(token, column); `sum` moves behind the last token
+    template <class F> void running_sums(int64_t tokens, F f, A* sum, A* totals) const {
+        for (int64_t c = 0; c < D; c += LANES<A>) {
+            const Vector<A> before = load(sum + c);
+            Vector<A> inside = {};
+            for (int64_t i = 0; i < tokens; i++) {
+                inside += f(i, c);
+                store(totals + i * D + c, (before + inside) + eps);
+            }
+            store(sum + c, before + inside);
+        }
     }
 
-    // inside += factor · x
-    void add(A* inside, A factor, const A* x) const {
-        for (int64_t c = 0; c < D; c += LANES<A>) store(inside + c, load(inside + c) + factor * load(x + c));
+    // flows of tokens x: (x + ε) · total
+    void dot_totals(int64_t tokens, const A* x, const A* totals, A* result) const {
+        sum_each(tokens, result, [=](int64_t t) {
+            Vector<A> total = {};
+            for (int64_t c = t * D; c < (t + 1) * D; c += LANES<A>) total += (load(x + c) + eps) * load(totals + c);
+            return total;
+        });
+        for (int64_t t = 0; t < tokens; t++) result[t] += rest;
     }
 
-    // the numbers of a chunk, from its features; the sums move behind it. `inside` has room for 4 sums.
-    void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* inside, A* numbers) const {
+    // the numbers of a chunk, from its features; the sums move behind it. `totals` has room for the rows of a chunk.
+    void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* totals, A* numbers) const {
         A* number[NUMBERS];
         for (int i = 0; i < NUMBERS; i++) number[i] = numbers + i * CHUNK;
         A *position = number[POSITION], *in = number[INVERSE_INCOMING], *out = number[INVERSE_OUTGOING];
         A *allocation = number[ALLOCATION], *competition = number[COMPETITION];
         const bool* mask = h.mask ? h.mask + t : nullptr;
-        std::fill_n(inside, 4 * D, A(0));
-        for (int64_t i = 0; i < tokens; i++, q += D, k += D) {
+        for (int64_t i = 0; i < tokens; i++) {
             h.count += !mask || mask[i];
             position[i] = std::max(h.count, A(1));
-            add(inside, 1, k);
-            add(inside + D, 1, q);
-            in[i] = position[i] / flow(q, h.sums, inside);
-            out[i] = position[i] / flow(k, h.sums + D, inside + D);
-            add(inside + 2 * D, out[i], k);
-            add(inside + 3 * D, in[i], q);
-            allocation[i] = flow(q, h.sums + 2 * D, inside + 2 * D) / position[i];
-            competition[i] = flow(k, h.sums + 3 * D, inside + 3 * D) / position[i];
         }
-        for (int64_t c = 0; c < 4 * D; c += LANES<A>) store(h.sums + c, load(h.sums + c) + load(inside + c));
+        running_sums(tokens, [=](int64_t i, int64_t c) { return load(k + i * D + c); }, h.sums, totals);
+        dot_totals(tokens, q, totals, in);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return load(q + i * D + c); }, h.sums + D, totals);
+        dot_totals(tokens, k, totals, out);
+        for (int64_t i = 0; i < tokens; i++) {
+            in[i] = position[i] / in[i];
+            out[i] = position[i] / out[i];
+        }
+        running_sums(tokens, [=](int64_t i, int64_t c) { return out[i] * load(k + i * D + c); }, h.sums + 2 * D,
+                     totals);
+        dot_totals(tokens, q, totals, allocation);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return in[i] * load(q + i * D + c); }, h.sums + 3 * D,
+                     totals);
+        dot_totals(tokens, k, totals, competition);
+        for (int64_t i = 0; i < tokens; i++) {
+            allocation[i] /= position[i];
+            competition[i] /= position[i];
+        }
 
         if (call.allocation == NO_ALLOCATION) std::fill_n(allocation, tokens, A(1));
         else map_tokens(tokens, allocation, [](Vector<A> x) { return sigmoid<A>(x); });
@@ -191,8 +211,8 @@ template <class T> struct Causal {
 
     // c += a b for lower triangular a
     static void add_lower(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
-        for (int64_t i = 0; i < tokens; i += 6) {
-            const int64_t rows = std::min<int64_t>(6, tokens - i);
+        for (int64_t i = 0; i < tokens; i += TILE_ROWS) {
+            const int64_t rows = std::min<int64_t>(TILE_ROWS, tokens - i);
             product<A, false, true>(rows, columns, i + rows, a + i * CHUNK, CHUNK, b, columns, c + i * columns,
                                     columns);
         }
@@ -200,9 +220,9 @@ template <class T> struct Causal {
 
     // c += aᵀ b for lower triangular a
     static void add_upper(int64_t tokens, int64_t columns, const A* a, const A* b, A* c) {
-        for (int64_t i = 0; i < tokens; i += 6)
-            product<A, true, true>(std::min<int64_t>(6, tokens - i), columns, tokens - i, a + i * CHUNK + i, CHUNK,
-                                   b + i * columns, columns, c + i * columns, columns);
+        for (int64_t i = 0; i < tokens; i += TILE_ROWS)
+            product<A, true, true>(std::min<int64_t>(TILE_ROWS, tokens - i), columns, tokens - i, a + i * CHUNK + i,
+                                   CHUNK, b + i * columns, columns, c + i * columns, columns);
     }
 
     // f(first token, how many) for the chunks of a segment
@@ -224,9 +244,9 @@ template <class T> struct Causal {
     }
 
     // one token: S is read once, from the state, and written once, to that after the token
-    void decode(Head& h, A* q, A* k, A* inside, A* numbers, A* value, A* row) const {
+    void decode(Head& h, A* q, A* k, A* totals, A* numbers, A* value, A* row) const {
         load_features(h, 0, 1, q, k);
-        flows(h, 0, 1, q, k, inside, numbers);
+        flows(h, 0, 1, q, k, totals, numbers);
         load_values(call.value, h.key_head, h, 0, 1, numbers + COMPETITION * CHUNK, value);
         std::fill_n(row, E, A(0));
         const A* before = (const A*)call.memory + h.index * call.dim * call.value_dim;
@@ -244,20 +264,20 @@ template <class T> struct Causal {
     }
 
     void forward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(4 * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
-        A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *inside = take(4 * D);
+        A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *totals = take(CHUNK * D);
         A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
         const bool one = call.sums && h.tokens.size == 1;
         read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
-        if (one) decode(h, q, k, inside, numbers, values, rows);
+        if (one) decode(h, q, k, totals, numbers, values, rows);
         for (int64_t segment = 0; !one && segment < segments(h); segment++) {
             if (segment) keep(h, record(h, segment));
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
-                flows(h, t, tokens, q, k, inside, numbers);
+                flows(h, t, tokens, q, k, totals, numbers);
                 load_values(call.value, h.key_head, h, t, tokens, numbers + COMPETITION * CHUNK, values);
                 product<A, false, false>(tokens, E, call.dim, q, D, memory, E, rows, E);
                 lower_product(tokens, D, call.dim, q, k, k_T, products);
@@ -280,7 +300,7 @@ template <class T> struct Causal {
     }
 
     int64_t forward_space() const {
-        return 4 * D + D * E + CHUNK * (3 * D + 2 * E) + CHUNK * CHUNK + 4 * D + (NUMBERS + 1) * CHUNK + 128;
+        return 4 * D + D * E + CHUNK * (4 * D + 2 * E) + CHUNK * CHUNK + (NUMBERS + 1) * CHUNK + 128;
     }
 
     // what the walk over a segment keeps of each chunk: its features, its numbers, and the state before it
@@ -294,13 +314,13 @@ template <class T> struct Causal {
     };
 
     void backward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(4 * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         Chunk kept[SEGMENT / CHUNK];
         for (Chunk& chunk : kept)
             chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(4 * D), take(E * D)};
-        A *inside = take(4 * D), *values = take(CHUNK * E), *memory_T = take(E * D);
+        A *totals = take(CHUNK * D), *values = take(CHUNK * E), *memory_T = take(E * D);
         A *grad_sums = take(4 * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
 
         // the gradient of the state after the last token is read and written as a state is
@@ -318,7 +338,7 @@ template <class T> struct Causal {
                 std::copy_n(h.sums, 4 * D, chunk.sums);
                 std::copy_n(memory_T, E * D, chunk.memory_T);
                 load_features(h, t, tokens, chunk.q, chunk.k);
-                flows(h, t, tokens, chunk.q, chunk.k, inside, chunk.numbers);
+                flows(h, t, tokens, chunk.q, chunk.k, totals, chunk.numbers);
                 if (std::min(h.tokens.size, (segment + 1) * SEGMENT) == t + tokens) return;
                 load_values(call.value, h.key_head, h, t, tokens, chunk.numbers + COMPETITION * CHUNK, values);
                 product<A, true, true>(call.value_dim, D, tokens, values, E, chunk.k, D, memory_T, D);
@@ -339,11 +359,11 @@ template <class T> struct Causal {
     int64_t backward_space() const {
         const int64_t chunk = CHUNK * 2 * D + NUMBERS * CHUNK + 4 * D + E * D;
         return 16 * D + 4 * D * E + CHUNK * E + SEGMENT / CHUNK * chunk +  //
-               CHUNK * (7 * D + 4 * E) + 2 * CHUNK * CHUNK + 8 * CHUNK + 256;
+               CHUNK * (8 * D + 4 * E) + 2 * CHUNK * CHUNK + 8 * CHUNK + 256;
     }
 
     void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, 8)); };
+        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
         A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
         A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
@@ -394,48 +414,34 @@ template <class T> struct Causal {
             conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow / position[i];
         }
 
-        running_totals(tokens, chunk, totals);
+        // the four sums up to each token, plus ε, a plane after another
+        for (int sum = 0; sum < 4; sum++) {
+            const A *x = sum % 2 ? q : k, *factor = sum < 2 ? nullptr : sum % 2 ? in : out;
+            auto row = [=](int64_t i, int64_t c) { return (factor ? factor[i] : A(1)) * load(x + i * D + c); };
+            running_sums(tokens, row, chunk.sums + sum * D, totals + sum * CHUNK * D);
+        }
         features.with_derivative([&](auto derivative) {
             for (int64_t i = tokens - 1; i >= 0; i--) {
-                const A *x = q + i * D, *y = k + i * D, *total = totals + i * 4 * D;
+                const A *x = q + i * D, *y = k + i * D, *total = totals + i * D;
                 add_raised(grad.conserved_key_sum, conserved_in[i], x);
                 add_raised(grad.conserved_query_sum, conserved_out[i], y);
-                A through_in, through_out;
-                dots(1, D, x, grad.conserved_query_sum, &through_in);
-                dots(1, D, y, grad.conserved_key_sum, &through_out);
+                const A through_in = dot(D, x, grad.conserved_query_sum), through_out = dot(D, y, grad.conserved_key_sum);
                 const A flow_in = -(taken[i] + through_in * in[i]) * in[i] / position[i];
                 const A flow_out = -through_out * out[i] * out[i] / position[i];
                 add_raised(grad.key_sum, flow_in, x);
                 add_raised(grad.query_sum, flow_out, y);
                 write_row(call.grad_query.at<T>(h.row, h.head, h.tokens.start + t + i), call.dim, [&](int64_t c) {
                     Vector<A> sum = load(grad_q + i * D + c) + load(grad.query_sum + c);
-                    sum += flow_in * load(total + c) + conserved_in[i] * load(total + 2 * D + c);
+                    sum += flow_in * load(total + c) + conserved_in[i] * load(total + 2 * CHUNK * D + c);
                     return (sum + in[i] * load(grad.conserved_query_sum + c)) * derivative(load(x + c));
                 });
                 write_source(call.grad_key, call.dim, h, h.tokens.start + t + i, [&](int64_t c) {
                     Vector<A> sum = load(grad_k + i * D + c) + load(grad.key_sum + c);
-                    sum += flow_out * load(total + D + c) + conserved_out[i] * load(total + 3 * D + c);
+                    sum += flow_out * load(total + CHUNK * D + c) + conserved_out[i] * load(total + 3 * CHUNK * D + c);
                     return (sum + out[i] * load(grad.conserved_key_sum + c)) * derivative(load(y + c));
                 });
             }
         });
-    }
-
-    // the four sums up to each token, plus ε
-    void running_totals(int64_t tokens, const Chunk& chunk, A* totals) const {
-        const A *in = chunk.numbers + INVERSE_INCOMING * CHUNK, *out = chunk.numbers + INVERSE_OUTGOING * CHUNK;
-        for (int64_t c = 0; c < D; c += LANES<A>) {
-            Vector<A> before[4], inside[4] = {};
-            for (int s = 0; s < 4; s++) before[s] = load(chunk.sums + s * D + c);
-            for (int64_t i = 0; i < tokens; i++) {
-                const Vector<A> x = load(chunk.q + i * D + c), y = load(chunk.k + i * D + c);
-                inside[0] += y;
-                inside[1] += x;
-                inside[2] += out[i] * y;
-                inside[3] += in[i] * x;
-                for (int s = 0; s < 4; s++) store(totals + (i * 4 + s) * D + c, before[s] + inside[s] + eps);
-            }
-        }
     }
 
     // total += factor · (x + ε)
@@ -451,8 +457,9 @@ template <class T> struct Causal {
 
     void run(bool backward) const {
         const int64_t heads = call.sequences * call.heads;
-        const int64_t space = padded(backward ? backward_space() : forward_space(), 16);
+        const int64_t space = padded(backward ? backward_space() : forward_space(), LINE<A>);
         const int threads = workers(call);
+        advise_results<T>(call, backward);
         Buffer<A> memory(threads * space);
         Pool::run(heads, threads, [&](int64_t index, int worker) {
             backward ? backward_head(index, memory + worker * space) : forward_head(index, memory + worker * space);

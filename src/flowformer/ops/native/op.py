@@ -26,7 +26,7 @@ from ..common import (
 from ..state import empty_state
 from ..variant import FlowVariant
 from .build import failure
-from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, Call, Rows, new_call, padded, with_rows
+from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, padded, run, with_rows
 
 if TYPE_CHECKING:
     from ..varlen import Bounds, Lengths
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MAX_DIM = 256
 SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
 _NOT_PACKED = None, None, 0, 0
+_NO_GRADIENTS = (None,) * 4
+_NO_STATES: tuple[Tensor | None, ...] = (None,) * 12
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
@@ -135,8 +137,9 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = _native_bidirectional(*inputs)
-        ctx.save_for_backward(*inputs[:7], *outputs[1:])
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*inputs[:7], outputs[1])
+        ctx.mark_non_differentiable(outputs[1])
+        ctx.set_materialize_grads(False)  # of outputs that nothing used: zeros as large as what is kept
         ctx.options = inputs[7:]
         return outputs
 
@@ -152,16 +155,20 @@ class _Causal(torch.autograd.Function):
         outputs: tuple[Tensor, ...] = _native_causal(*inputs)
         ctx.save_for_backward(*inputs[:9], outputs[4])
         ctx.mark_non_differentiable(*(outputs[4:] if inputs[4] is not None else outputs[1:]))
+        ctx.set_materialize_grads(False)
         ctx.options = inputs[9:]
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grad_end: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        has_state = saved[4] is not None
-        grad_end = grads[1:4] if has_state else (None, None, None)
-        grads = differentiate(_native_causal_backward, grads[0], *grad_end, *saved, *ctx.options)
-        grad_start = grads[3:] if has_state else (None, None, None)
+        query, value, state = saved[0], saved[2], saved[4:7]
+        if grad is None:
+            grad = query.new_zeros(*query.shape[:3], value.shape[3])
+        pairs = zip(grad_end[:3], state, strict=True)
+        grad_end = tuple(torch.zeros_like(x) if each is None and x is not None else each for each, x in pairs)
+        grads = differentiate(_native_causal_backward, grad, *grad_end, *saved, *ctx.options)
+        grad_start = grads[3:] if state[0] is not None else (None, None, None)
         return *grads[:3], None, *grad_start, None, None, *(None for _ in ctx.options)
 
 
@@ -175,38 +182,32 @@ class _EagerCausal(NoForwardMode, _Causal):
 
 def _run_bidirectional(
     query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     lengths, options = rest[:4], rest[4:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
-    result, *flows = _empty_bidirectional(query, key, value, None, None, *lengths)
-    call = new_call(query, key, value, masks, bounds, *options)
-    call.result = Rows.of(_cleared(result, lengths))
-    call.set_flows(*flows)
-    call.run("bidirectional_forward")
-    return result, *flows
+    result, kept = _empty_bidirectional(query, key, value, None, None, *lengths)
+    outputs = _cleared(result, bounds[0]), *_NO_GRADIENTS
+    run("bidirectional_forward", (query, key, value), outputs, bounds, masks, kept, _NO_STATES, *options)
+    return result, kept
 
 
 def _run_bidirectional_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
 ) -> tuple[Tensor, ...]:
-    lengths, flows, options, grad = rest[:2] + rest[5:7], rest[2:5], rest[7:], with_rows(grad)
+    lengths, kept, options = rest[:2] + rest[3:5], rest[2], rest[5:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
-    call = new_call(query, key, value, masks, bounds, *options)
-    call.set_flows(*flows)
-    return _run_backward("bidirectional_backward", call, grad, query, key, value, lengths)
+    arguments = masks, kept, _NO_STATES, *options
+    return _run_backward("bidirectional_backward", grad, query, key, value, bounds, arguments)
 
 
 def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: Any) -> tuple[Tensor, ...]:
     state, lengths, options = _contiguous(*rest[:3]), rest[3:7], rest[7:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
-    result, *end, records = _empty_causal(query, key, value, None, *state, *lengths)
-    call = new_call(query, key, value, masks, bounds, *options)
-    call.result, call.records = Rows.of(_cleared(result, lengths)), records.data_ptr()
-    call.set_state("{}", state)
-    if state[0] is not None:
-        call.set_state("end_{}", end)
-    call.run("causal_forward")
-    return result, *end, records
+    result, *end, kept = _empty_causal(query, key, value, None, *state, *lengths)
+    outputs = _cleared(result, bounds[0]), *_NO_GRADIENTS
+    states = _NO_STATES if state[0] is None else (*state, *end, *_NO_STATES[:6])
+    run("causal_forward", (query, key, value), outputs, bounds, masks, kept, states, *options)
+    return result, *end, kept
 
 
 def _run_causal_backward(
@@ -220,47 +221,47 @@ def _run_causal_backward(
     mask: Mask,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    state, lengths, records, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
-    grad = with_rows(grad)
-    grad_end = _contiguous(grad_sums, grad_memory, grad_scalars)
+    state, lengths, kept, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
-    grad_start = _like_state(query, state)
-    call = new_call(query, key, value, masks, bounds, *options)
-    call.records = records.data_ptr()
-    call.set_state("{}", state)
+    grad_start, states = _like_state(query, state), _NO_STATES
     if state[0] is not None:
-        call.set_state("grad_end_{}", grad_end)
-        call.set_state("grad_{}", grad_start)
-    return *_run_backward("causal_backward", call, grad, query, key, value, lengths), *grad_start
+        states = (*state, *_NO_STATES[:3], *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
+    arguments = masks, kept, states, *options
+    return *_run_backward("causal_backward", grad, query, key, value, bounds, arguments), *grad_start
 
 
 def _run_backward(
-    function: str, call: Call, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
+    function: str,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[Bounds],
+    arguments: Sequence[Any],
+) -> tuple[Tensor, ...]:
     """The gradients of query, key and value."""
-    shared = call.shared > 1
-    grads = [torch.empty_like(x) for x in (query, key, value)]
+    grads = _empty_gradients(grad, query, key, value)
     # those of a shared key head are added up over its query heads, in the dtype of the sums
-    parts = [
-        x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) if shared and x is not query else y
-        for x, y in zip((query, key, value), grads, strict=True)
-    ]
-    call.grad = Rows.of(grad)
-    call.grad_query, call.grad_key, call.grad_value = (Rows.of(_cleared(part, lengths)) for part in parts)
-    call.run(function)
+    parts, shared = list(grads), query.shape[1] != key.shape[1]
+    if shared:
+        parts[1:] = (x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) for x in (key, value))
+    for part, ends in zip(parts, (bounds[0], bounds[1], bounds[1]), strict=True):
+        _cleared(part, ends)
+    run(function, (query, key, value), (None, with_rows(grad), *parts), bounds, *arguments)
     if shared:
         for x, part in zip(grads[1:], parts[1:], strict=True):
             x.copy_(part.unflatten(1, (x.shape[1], -1)).sum(2))
-    return grads[0], grads[1], grads[2]
+    return grads
 
 
 def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causal: bool) -> list[Bounds]:
     if lengths[0] is None:
         return [None, None]
     # here, since every import of the package would pay for it
-    from ..varlen import check_bounds
+    from ..varlen import starts_and_lengths
 
-    check_bounds(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
+    # not by `check_bounds`, which trusts tensors that it has seen: bounds may share memory with an array that changes
+    starts_and_lengths(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
     return [ends.long().contiguous() for ends in lengths[:2]]
 
 
@@ -268,20 +269,20 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _cleared(x: Tensor, lengths: Sequence[Any]) -> Tensor:
-    """x, 0 where packed tokens may belong to no sequence."""
-    return x if lengths[0] is None else x.zero_()
+def _cleared(x: Tensor, bounds: Bounds) -> Tensor:
+    """x, 0 where packed tokens belong to no sequence."""
+    if bounds is not None:
+        x[:, :, int(bounds[-1]) :] = 0
+    return x
 
 
 def _empty_bidirectional(
     query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
-) -> tuple[Tensor, ...]:
-    batch, heads, sinks, dim = query.shape
-    dtype, sequences = sum_dtype(query), _sequences(query, rest[0])
-    width, value_width = padded(dim, dtype), padded(value.shape[-1], dtype)
-    # a few numbers of each token, and the sums of each head, padded
-    sizes = (2, batch, heads, sinks), (2, batch, heads, key.shape[2]), (sequences, heads, (4 + value_width) * width)
-    return empty_result(query, value.shape[-1]), *(query.new_empty(size, dtype=dtype) for size in sizes)
+) -> tuple[Tensor, Tensor]:
+    batch, heads, sinks = query.shape[:3]
+    # a record of each head, and two numbers of each token
+    size = _sequences(query, rest[0]) * heads * _record_size(query, value) + 2 * batch * heads * (sinks + key.shape[2])
+    return empty_result(query, value.shape[-1]), query.new_empty((size,), dtype=sum_dtype(query))
 
 
 def _empty_causal(
@@ -295,13 +296,19 @@ def _empty_causal(
     cu_seqlens: Bounds,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    batch, heads, length, dim = query.shape
-    dtype, sequences = sum_dtype(query), _sequences(query, cu_seqlens)
-    width, value_width = padded(dim, dtype), padded(value.shape[-1], dtype)
-    # the state before each segment but the first of a sequence; two more, since Dynamo specialises on sizes of 0 and 1
-    segments = batch * (length // SEGMENT) if cu_seqlens is None else length // SEGMENT + sequences
-    records = query.new_empty(segments + 2, heads, (4 + value_width) * width + 4, dtype=dtype)
-    return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), records
+    batch, heads, length = query.shape[:3]
+    # the state before each segment but the first of a sequence
+    segments = length // SEGMENT * batch if cu_seqlens is None else length // SEGMENT + _sequences(query, cu_seqlens)
+    # two more, since Dynamo specialises on sizes of 0 and 1
+    size = segments * heads * (_record_size(query, value) + 4) + 2
+    kept = query.new_empty((size,), dtype=sum_dtype(query))
+    return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), kept
+
+
+def _record_size(query: Tensor, value: Tensor) -> int:
+    """Numbers of four sums of features and of their product with values, padded."""
+    dtype = sum_dtype(query)
+    return (4 + padded(value.shape[-1], dtype)) * padded(query.shape[-1], dtype)
 
 
 def _like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -338,14 +345,13 @@ _STATE = "Tensor? sums, Tensor? memory, Tensor? scalars"
 _GRAD_STATE = "Tensor? grad_sums, Tensor? grad_memory, Tensor? grad_scalars"
 _BOUNDS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
-_FLOWS = "Tensor sink_flows, Tensor source_flows, Tensor records"
 _native_bidirectional = register(
-    f"native_bidirectional({_INPUTS}, {_MASKS}, {_BOUNDS}, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"native_bidirectional({_INPUTS}, {_MASKS}, {_BOUNDS}, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor)",
     _run_bidirectional,
     _empty_bidirectional,
 )
 _native_bidirectional_backward = register(
-    f"native_bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_BOUNDS}, {_FLOWS}, {_LONGEST}, {VARIANT}) "
+    f"native_bidirectional_backward(Tensor grad, {_INPUTS}, {_MASKS}, {_BOUNDS}, Tensor kept, {_LONGEST}, {VARIANT}) "
     "-> (Tensor, Tensor, Tensor)",
     _run_bidirectional_backward,
     _empty_gradients,
@@ -358,7 +364,7 @@ _native_causal = register(
 )
 _native_causal_backward = register(
     f"native_causal_backward(Tensor grad, {_GRAD_STATE}, {_INPUTS}, Tensor? mask, {_STATE}, {_BOUNDS}, "
-    f"Tensor records, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor kept, {_LONGEST}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _run_causal_backward,
     _empty_causal_gradients,
 )

@@ -1,11 +1,16 @@
 // Threads that take tasks from a counter. The caller takes tasks as well and waits only for those that have begun: a
 // helper that the system does not run holds up nothing. OpenMP waits for every thread of a team, and hangs after a
 // fork.
+//
+// To wake a thread takes tens of microseconds, as long as a short call. Threads therefore look for a while whether what
+// they wait for happens before they sleep: the caller at the end, and helpers where calls follow each other closely.
 #pragma once
 
+#include <immintrin.h>
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -14,13 +19,13 @@
 
 class Pool {
   public:
-    // task(index, worker) for each index below count, on at most `threads` workers
-    template <class Task> static void run(int64_t count, int threads, const Task& task) {
+    // task(index, worker) for each index below count, on at most `threads` workers, which take `grain` at a time
+    template <class Task> static void run(int64_t count, int threads, const Task& task, int64_t grain = 1) {
         Pool& pool = current();
         std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);
         if (count > 1 && threads > 1 && turn.try_lock()) {
             auto call = [](const void* f, int64_t i, int worker) { (*(const Task*)f)(i, worker); };
-            pool.share(count, threads, call, &task);
+            pool.share(count, threads, call, &task, grain);
         } else {
             for (int64_t i = 0; i < count; i++) task(i, 0);
         }
@@ -30,12 +35,13 @@ class Pool {
     struct Job {
         void (*call)(const void*, int64_t, int);
         const void* task;
-        int64_t count;
+        int64_t count, grain;
         std::atomic<int64_t> next{0};
-        int working = 0;  // helpers that have begun
+        std::atomic<int> working{0};  // helpers that have begun
 
         void work(int worker) {
-            for (int64_t i; (i = next.fetch_add(1)) < count;) call(task, i, worker);
+            for (int64_t i; (i = next.fetch_add(grain)) < count;)
+                for (int64_t stop = i + grain < count ? i + grain : count; i < stop; i++) call(task, i, worker);
         }
     };
 
@@ -43,7 +49,16 @@ class Pool {
     std::mutex mutex;
     std::condition_variable wake, idle;
     Job* job = nullptr;
-    int seats = 0, helpers = 0;
+    std::atomic<int> seats{0};  // for helpers that have not begun
+    int helpers = 0;
+
+    using Clock = std::chrono::steady_clock;
+    static constexpr std::chrono::microseconds PATIENCE{100};
+
+    // returns when it is so, or when that takes long
+    template <class Condition> static void await(Condition is_so) {
+        for (const auto stop = Clock::now() + PATIENCE; !is_so() && Clock::now() < stop;) _mm_pause();
+    }
 
     static Pool*& instance() {
         static Pool* pool = nullptr;
@@ -61,8 +76,8 @@ class Pool {
         return *instance();
     }
 
-    void share(int64_t count, int threads, void (*call)(const void*, int64_t, int), const void* task) {
-        Job mine{call, task, count};
+    void share(int64_t count, int threads, void (*call)(const void*, int64_t, int), const void* task, int64_t grain) {
+        Job mine{call, task, count, grain};
         {
             std::lock_guard<std::mutex> lock(mutex);
             try {
@@ -77,13 +92,19 @@ class Pool {
         std::unique_lock<std::mutex> lock(mutex);
         job = nullptr;
         seats = 0;
+        lock.unlock();
+        await([&] { return mine.working == 0; });
+        lock.lock();
         idle.wait(lock, [&] { return mine.working == 0; });
     }
 
     void help() {
-        std::unique_lock<std::mutex> lock(mutex);
-        for (;;) {
+        for (bool often = false;;) {
+            const auto start = Clock::now();
+            if (often) await([&] { return seats > 0; });
+            std::unique_lock<std::mutex> lock(mutex);
             wake.wait(lock, [&] { return seats > 0; });
+            often = Clock::now() - start < PATIENCE;
             Job* mine = job;
             int worker = seats--;
             mine->working++;

@@ -1,25 +1,29 @@
-// Vectors of 32 bytes, what is computed with them, and how numbers of each dtype are read and written.
+// Vectors, what is computed with them, and how numbers of each dtype are read and written.
 #pragma once
-
-#include <immintrin.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
+#ifdef __AVX512F__
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
 template <class A> struct VectorOf;
 template <> struct VectorOf<float> {
-    typedef float type __attribute__((vector_size(32)));
-    typedef int32_t bits __attribute__((vector_size(32)));
+    typedef FloatVector type;
+    typedef int32_t bits __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr int mantissa = 23, bias = 127;
     static constexpr float lowest = -88.0f, highest = 89.0f;  // whose exp has the exponent of 0 and of infinity
     static constexpr float ln2_high = 0.693145751953125f, ln2_low = 1.428606820309417e-06f;
     static constexpr int terms = 7;  // of the series of exp
 };
 template <> struct VectorOf<double> {
-    typedef double type __attribute__((vector_size(32)));
-    typedef int64_t bits __attribute__((vector_size(32)));
+    typedef DoubleVector type;
+    typedef int64_t bits __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr int mantissa = 52, bias = 1023;
     static constexpr double lowest = -709.1, highest = 709.9;
     static constexpr double ln2_high = 0.693147180369123816490, ln2_low = 1.90821492927058770002e-10;
@@ -27,7 +31,9 @@ template <> struct VectorOf<double> {
 };
 template <class A> using Vector = typename VectorOf<A>::type;
 template <class A> using Bits = typename VectorOf<A>::bits;
-template <class A> constexpr int LANES = 32 / sizeof(A);
+template <class A> constexpr int LANES = VECTOR_BYTES / sizeof(A);
+
+template <class A> constexpr int LINE = 64 / sizeof(A);  // numbers of a cache line, to which memory is laid out
 
 inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -42,21 +48,8 @@ template <class A> inline Vector<A> load(const A* p) {
 template <class A> inline void store(A* p, Vector<A> x) { std::memcpy(p, &x, sizeof x); }
 
 // the second where either is NaN
-inline Vector<float> larger(Vector<float> x, Vector<float> y) { return _mm256_max_ps(x, y); }
-inline Vector<double> larger(Vector<double> x, Vector<double> y) { return _mm256_max_pd(x, y); }
-inline Vector<float> smaller(Vector<float> x, Vector<float> y) { return _mm256_min_ps(x, y); }
-inline Vector<double> smaller(Vector<double> x, Vector<double> y) { return _mm256_min_pd(x, y); }
-
-template <class A> inline A sum(Vector<A> x);
-template <> inline double sum<double>(Vector<double> x) {
-    const __m128d half = _mm256_castpd256_pd128(x) + _mm256_extractf128_pd(x, 1);
-    return half[0] + half[1];
-}
-template <> inline float sum<float>(Vector<float> x) {
-    __m128 half = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
-    half += _mm_movehl_ps(half, half);
-    return half[0] + half[1];
-}
+template <class X> inline X larger(X x, X y) { return x > y ? x : y; }
+template <class X> inline X smaller(X x, X y) { return x < y ? x : y; }
 
 // 1/i!, the coefficients of exp
 template <class A> struct Series {
@@ -97,37 +90,34 @@ template <class A> struct WideOf { typedef double type; };
 template <> struct WideOf<double> { typedef long double type; };
 template <class A> using Wide = typename WideOf<A>::type;  // of more digits
 
+inline Vector<float> widened(HalfVector x) { return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16); }
+inline HalfVector narrowed(Vector<float> x) {
+    typedef uint32_t whole __attribute__((vector_size(VECTOR_BYTES)));
+    whole bits = (whole)x;
+    bits += 0x7fff + ((bits >> 16) & 1);  // to the nearest, ties to even
+    bits = x != x ? whole{} + 0x7fc00000 : bits;
+    return __builtin_convertvector(bits >> 16, HalfVector);
+}
+
 inline Vector<float> read(const float* p) { return load(p); }
 inline Vector<double> read(const double* p) { return load(p); }
 inline Vector<float> read(const bfloat16* p) {
-    typedef uint16_t half __attribute__((vector_size(16)));
-    half x;
+    HalfVector x;
     std::memcpy(&x, p, sizeof x);
-    return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16);
+    return widened(x);
 }
 inline void write(float* p, Vector<float> x) { store(p, x); }
 inline void write(double* p, Vector<double> x) { store(p, x); }
 inline void write(bfloat16* p, Vector<float> x) {
-    typedef uint16_t half __attribute__((vector_size(16)));
-    typedef uint32_t whole __attribute__((vector_size(32)));
-    whole bits = (whole)x;
-    bits += 0x7fff + ((bits >> 16) & 1);  // to the nearest, ties to even
-    bits = x != x ? whole{} + 0x7fc00000 : bits;
-    half result = __builtin_convertvector(bits >> 16, half);
-    std::memcpy(p, &result, sizeof result);
+    const HalfVector half = narrowed(x);
+    std::memcpy(p, &half, sizeof half);
 }
 
 // the last vector of a row: `size` numbers, fewer than fit
-template <class T> inline Vector<Sum<T>> read_some(const T* p, int64_t size) {
-    T part[LANES<Sum<T>>] = {};
-    std::memcpy(part, p, size * sizeof(T));
-    return read(part);
-}
-template <class T> inline void write_some(T* p, Vector<Sum<T>> x, int64_t size) {
-    T part[LANES<Sum<T>>];
-    write(part, x);
-    std::memcpy(p, part, size * sizeof(T));
-}
+template <class A> inline Vector<A> read_some(const A* p, int64_t size) { return load_some(p, int(size)); }
+template <class A> inline void write_some(A* p, Vector<A> x, int64_t size) { store_some(p, x, int(size)); }
+inline Vector<float> read_some(const bfloat16* p, int64_t size) { return widened(load_some(&p->bits, int(size))); }
+inline void write_some(bfloat16* p, Vector<float> x, int64_t size) { store_some(&p->bits, narrowed(x), int(size)); }
 
 // f(column, vector) of each vector of a row; the last is filled up with zeros
 template <class T, class F> inline void for_row(const T* row, int64_t size, F f) {

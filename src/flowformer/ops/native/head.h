@@ -1,0 +1,149 @@
+// A head of bidirectional Flow-Attention: where its tokens and numbers lie, and what is computed from its flows.
+#pragma once
+
+#include "call.h"
+
+template <class T> struct BidirectionalHead {
+    using A = Sum<T>;
+
+    const Call* call;
+    int64_t sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
+    Span sinks, sources;
+    const bool *query_mask, *key_mask;
+    A n, m;                                                             // tokens that take part
+    A *inverse_incoming, *allocation, *inverse_outgoing, *competition;  // kept, one number a token
+    A* record;                                                          // kept, see `record_size`
+
+    // room for Σk, Σq, Σk/O, Σq/I and S, or for the flow matrix of a short head; `op.py` allocates it
+    static int64_t record_size(const Call& call) {
+        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
+    }
+
+    static BidirectionalHead of(const Call& call, int64_t index) {
+        BidirectionalHead h{};
+        h.call = &call;
+        h.sequence = index / call.heads;
+        h.row = call.sink_bounds ? 0 : h.sequence;
+        h.head = index % call.heads;
+        h.key_head = h.head / call.shared;
+        h.sinks = span(call.sink_bounds, h.sequence, call.sinks);
+        h.sources = span(call.source_bounds, h.sequence, call.sources);
+        h.query_mask = call.query_mask ? call.query_mask + h.sequence * call.sinks : nullptr;
+        h.key_mask = call.key_mask ? call.key_mask + h.sequence * call.sources : nullptr;
+        h.n = count(h.query_mask, h.sinks.size);
+        h.m = count(h.key_mask, h.sources.size);
+        // records of all heads, then planes of a number for each token
+        const int64_t place = h.row * call.heads + h.head, places = call.rows() * call.heads;
+        A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
+        h.record = (A*)call.kept + index * record_size(call);
+        h.inverse_incoming = flows + place * call.sinks + h.sinks.start;
+        h.allocation = h.inverse_incoming + places * call.sinks;
+        flows += 2 * places * call.sinks;
+        h.inverse_outgoing = flows + place * call.sources + h.sources.start;
+        h.competition = h.inverse_outgoing + places * call.sources;
+        return h;
+    }
+
+    static A count(const bool* mask, int64_t size) { return mask ? A(std::count(mask, mask + size, true)) : A(size); }
+
+    static const bool* at(const bool* mask, int64_t t) { return mask ? mask + t : nullptr; }
+
+    void queries(const Features<T>& features, int64_t t, int64_t tokens, A* result) const {
+        features(call->query, row, head, sinks.start + t, tokens, at(query_mask, t), result);
+    }
+    void keys(const Features<T>& features, int64_t t, int64_t tokens, A* result) const {
+        features(call->key, row, key_head, sources.start + t, tokens, at(key_mask, t), result);
+    }
+    // c V
+    void values(int64_t t, int64_t tokens, A* result) const {
+        scaled_rows<T>(call->value, call->value_dim, row, key_head, sources.start + t, tokens, at(key_mask, t),
+                       competition + t, result);
+    }
+    // dR α/I
+    void grads(int64_t t, int64_t tokens, A* factor, A* result) const {
+        for (int64_t i = 0; i < tokens; i++) factor[i] = allocation[t + i] * inverse_incoming[t + i];
+        scaled_rows<T>(call->grad, call->value_dim, row, head, sinks.start + t, tokens, at(query_mask, t), factor,
+                       result);
+    }
+
+    // R, from rows that lack the factor α/I
+    void write_result(int64_t t, int64_t tokens, const A* rows, int64_t width) const {
+        for (int64_t i = 0; i < tokens; i++) {
+            const A received = allocation[t + i] * inverse_incoming[t + i];
+            write_row(call->result.at<T>(row, head, sinks.start + t + i), call->value_dim,
+                      [&](int64_t c) { return load(rows + i * width + c) * received; });
+        }
+    }
+    // dV, from rows that lack the factor c
+    void write_grad_value(int64_t t, int64_t tokens, const A* rows, int64_t width) const {
+        for (int64_t i = 0; i < tokens; i++)
+            write_source(call->grad_value, call->value_dim, sources.start + t + i,
+                         [&](int64_t c) { return load(rows + i * width + c) * competition[t + i]; });
+    }
+    // gradients of shared key heads are added up by the caller, as sums
+    template <class F> void write_source(const Rows& rows, int64_t size, int64_t token, F f) const {
+        if (call->shared > 1) write_row(rows.at<A>(row, head, token), size, f);
+        else write_row(rows.at<T>(row, head, token), size, f);
+    }
+
+    A ratio() const { return call->rescale ? n / std::max(m, A(1)) : A(1); }
+
+    // keeps Ô after the clamp, or c where it is not a softmax; −∞ and 0 where masked
+    void compete(int64_t t, int64_t tokens, A* flow) const {
+        const A clamp = A(call->clamp);
+        if (call->competition == NO_COMPETITION) std::fill_n(flow, tokens, A(1));
+        else
+            map_tokens(tokens, flow, [&](Vector<A> x) {
+                x = x < -clamp ? all(-clamp) : x;
+                x = x > clamp ? all(clamp) : x;
+                return call->competition == SIGMOID_COMPETITION ? sigmoid<A>(x) : x;
+            });
+        const A nothing = call->competition == SOFTMAX_COMPETITION ? -std::numeric_limits<A>::infinity() : A(0);
+        if (key_mask)
+            for (int64_t i = 0; i < tokens; i++) flow[i] = key_mask[t + i] ? flow[i] : nothing;
+        std::copy_n(flow, tokens, competition + t);
+    }
+
+    // exp(Ô − maximum) in place of Ô; returns their sum
+    A exponentials(int64_t t, int64_t tokens, A maximum) const {
+        A *c = competition + t, total = 0;
+        map_tokens(tokens, c, [&](Vector<A> x) { return exponential<A>(x - maximum); });
+        for (int64_t i = 0; i < tokens; i++) total += c[i];
+        return total;
+    }
+
+    // what makes c of exponentials, by their sum
+    A share(A total) const { return total > 0 ? (call->rescale ? m : A(1)) / total : A(0); }
+
+    // keeps α, from Î
+    void allocate(int64_t t, int64_t tokens, A* flow) const {
+        const A r = ratio();
+        if (call->allocation == NO_ALLOCATION) std::fill_n(flow, tokens, A(1));
+        else map_tokens(tokens, flow, [&](Vector<A> x) { return sigmoid<A>(x * r); });
+        if (query_mask)
+            for (int64_t i = 0; i < tokens; i++) flow[i] = query_mask[t + i] ? flow[i] : A(0);
+        std::copy_n(flow, tokens, allocation + t);
+    }
+
+    // dÎ from α dα; returns the sum
+    A grad_allocation(int64_t t, int64_t tokens, const A* taken, A* grad) const {
+        const A r = call->allocation == NO_ALLOCATION ? A(0) : ratio();
+        A total = 0;
+        for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - allocation[t + i]) * r;
+        return total;
+    }
+
+    // dÔ from c dc and the sum of it over all sources
+    void grad_competition(int64_t t, int64_t tokens, const A* given, A shared_loss, A* grad) const {
+        const A *c = competition + t, loss = shared_loss / (call->rescale ? std::max(m, A(1)) : A(1));
+        for (int64_t i = 0; i < tokens; i++)
+            grad[i] = call->competition == SOFTMAX_COMPETITION   ? given[i] - c[i] * loss
+                      : call->competition == SIGMOID_COMPETITION ? given[i] * (1 - c[i])
+                                                                 : A(0);
+    }
+    // … 0 where the clamp held Ô
+    void clamp_gradient(int64_t tokens, const A* flow, A* grad) const {
+        for (int64_t i = 0; i < tokens; i++)
+            if (std::abs(flow[i]) > A(call->clamp)) grad[i] = 0;
+    }
+};

@@ -1,0 +1,189 @@
+// A head with few tokens, computed by its flow matrix P = q kᵀ.
+//
+// Flows are sums over rows and columns of P, and the result is P (c V): fewer steps than by S = Σ kᵀ c V, which is a
+// product of all features with all values. With x = Σ_c x_c, what ε adds to the flows is
+//
+//     I_i = Σ_j P_ij + ε (q_i + Σ_j k_j) + D ε²           O_j = Σ_i P_ij + ε (k_j + Σ_i q_i) + D ε²
+//     Î_i = Σ_j P_ij/O_j + ε (q_i + Σ_j k_j/O_j) + D ε²   Ô_j = Σ_i P_ij/I_i + ε (k_j + Σ_i q_i/I_i) + D ε²
+#pragma once
+
+#include <utility>
+
+#include "head.h"
+
+template <class T> struct Short {
+    using A = Sum<T>;
+    using Head = BidirectionalHead<T>;
+
+    const Call& call;
+    const Features<T> features;
+    const int64_t D, E;  // padded to whole vectors
+
+    explicit Short(const Call& call)
+        : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)) {}
+
+    bool takes(const Head& h) const {
+        const int64_t length = std::max(h.sinks.size, h.sources.size);
+        return h.sinks.size > 0 && length <= BLOCK && 2 * length * (D + E) <= 3 * D * E;
+    }
+
+    static int64_t space(const Call& call) {
+        const int64_t D = padded(call.dim, LINE<A>), E = padded(call.value_dim, LINE<A>);
+        return BLOCK * (3 * D + 2 * E + std::max(D, E) + BLOCK + NUMBERS);
+    }
+
+    // one number of each token, 0 beyond the last
+    enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, TAKEN, FACTOR, NUMBERS };
+
+    struct Space {
+        A *q, *k, *gradient, *values, *rows, *turned, *products, *numbers;
+
+        Space(int64_t D, int64_t E, A* space) {
+            auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
+            q = take(BLOCK * D);
+            k = take(BLOCK * D);
+            gradient = take(BLOCK * D);
+            values = take(BLOCK * E);
+            rows = take(BLOCK * E);
+            turned = take(BLOCK * std::max(D, E));
+            products = take(BLOCK * BLOCK);
+            numbers = take(BLOCK * NUMBERS);
+            std::fill_n(numbers, BLOCK * NUMBERS, A(0));
+            std::fill_n(numbers + ONES * BLOCK, BLOCK, A(1));
+        }
+        A* operator[](int name) const { return numbers + name * BLOCK; }
+    };
+
+    // x yᵀ of the sinks' rows x and the sources' rows y
+    void multiply(const Head& h, const A* x, A* y, int64_t width, int64_t length, A* turned, A* result) const {
+        const int64_t columns = padded(h.sources.size, LANES<A>);
+        std::fill_n(y + h.sources.size * width, (columns - h.sources.size) * width, A(0));
+        transpose(columns, width, y, width, turned, columns);
+        product<A, false, false>(h.sinks.size, columns, length, x, width, turned, columns, result, columns);
+    }
+
+    static A total(int64_t size, const A* x) {
+        A sum = 0;
+        for (int64_t i = 0; i < size; i++) sum += x[i];
+        return sum;
+    }
+
+    // adds what a flow has beside the sum of P, from the sums of features on its own side and on the other
+    void add_rest(int64_t size, A* flow, const A* own, A other) const {
+        const A eps = A(call.eps), rest = eps * (other + A(call.dim) * eps) + A(call.flow_eps);
+        for (int64_t i = 0; i < size; i++) flow[i] += eps * own[i] + rest;
+    }
+
+    // the features and their sums
+    void load_features(const Head& h, const Space& s) const {
+        h.queries(features, 0, h.sinks.size, s.q);
+        h.keys(features, 0, h.sources.size, s.k);
+        sum_rows(h.sinks.size, D, s.q, s[QUERY]);
+        sum_rows(h.sources.size, D, s.k, s[KEY]);
+    }
+
+    // adds Ô to zeros
+    void conserved_outgoing(const Head& h, const Space& s, const A* inverse_incoming, A* flow) const {
+        const int64_t n = h.sinks.size, m = h.sources.size;
+        add_weighted(n, padded(m, LANES<A>), inverse_incoming, h.record, flow);
+        add_rest(m, flow, s[KEY], dot(padded(n, LANES<A>), s[QUERY], inverse_incoming));
+    }
+
+    void forward(const Head& h, A* space) const {
+        const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
+        const Space s(D, E, space);
+        A *P = h.record, *in = s[IN], *out = s[OUT], *conserved_in = s[CONSERVED_IN];
+        load_features(h, s);
+        multiply(h, s.q, s.k, D, call.dim, s.turned, P);
+        sum_rows(n, columns, P, in);
+        add_weighted(n, columns, s[ONES], P, out);
+        add_rest(n, in, s[QUERY], total(m, s[KEY]));
+        add_rest(m, out, s[KEY], total(n, s[QUERY]));
+        for (int64_t i = 0; i < n; i++) h.inverse_incoming[i] = in[i] = 1 / in[i];
+        for (int64_t j = 0; j < m; j++) h.inverse_outgoing[j] = out[j] = 1 / out[j];
+        std::fill(out + m, out + columns, A(0));
+        dots(n, columns, P, out, conserved_in);
+        add_rest(n, conserved_in, s[QUERY], dot(columns, s[KEY], out));
+        conserved_outgoing(h, s, in, s[CONSERVED_OUT]);
+        h.allocate(0, n, conserved_in);
+        h.compete(0, m, s[CONSERVED_OUT]);
+        if (call.competition == SOFTMAX_COMPETITION) {
+            A maximum = -std::numeric_limits<A>::infinity();
+            for (int64_t j = 0; j < m; j++) maximum = larger(h.competition[j], maximum);
+            const A share = h.share(h.exponentials(0, m, std::isinf(maximum) ? 0 : maximum));
+            for (int64_t j = 0; j < m; j++) h.competition[j] *= share;
+        }
+        h.values(0, m, s.values);
+        product<A, false, false>(n, E, m, P, columns, s.values, E, s.rows, E);
+        h.write_result(0, n, s.rows, E);
+    }
+
+    // With W_ij the gradient of P_ij by way of the result, all of it is
+    //     dP_ij = W_ij + dI_i + dO_j + dÎ_i/O_j + dÔ_j/I_i
+    void backward(const Head& h, A* space) const {
+        const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
+        const Space s(D, E, space);
+        const A *P = h.record, eps = A(call.eps);
+        A *W = s.products, *in = s[IN], *out = s[OUT], *grad_in = s[CONSERVED_IN], *grad_out = s[CONSERVED_OUT];
+        load_features(h, s);
+        h.grads(0, n, s[FACTOR], s.rows);
+        h.values(0, m, s.values);
+        multiply(h, s.rows, s.values, E, call.value_dim, s.turned, W);
+        A *taken = s[TAKEN], *given = s[FACTOR];  // α dα and c dc
+        row_dots(n, columns, P, W, taken);
+        for (int64_t c = 0; c < columns; c += LANES<A>) {
+            Vector<A> sum = {};
+            for (int64_t i = 0; i < n; i++) sum += load(P + i * columns + c) * load(W + i * columns + c);
+            store(given + c, sum);
+        }
+        product<A, true, false>(m, E, n, P, columns, s.rows, E, s.values, E);
+        h.write_grad_value(0, m, s.values, E);
+
+        const A allocation = h.grad_allocation(0, n, taken, grad_in);  // Σ dÎ
+        h.grad_competition(0, m, given, total(m, given), grad_out);
+        if (!std::isinf(call.clamp)) {
+            std::copy_n(h.inverse_incoming, n, in);
+            conserved_outgoing(h, s, in, out);
+            h.clamp_gradient(m, out, grad_out);
+        }
+        const A competition = total(m, grad_out);  // Σ dÔ
+        std::fill(grad_out + m, grad_out + columns, A(0));
+        std::fill_n(out, columns, A(0));
+        add_weighted(n, columns, grad_in, P, out);
+        for (int64_t j = 0; j < m; j++) {
+            const A inverse = h.inverse_outgoing[j];
+            out[j] = -(out[j] + eps * s[KEY][j] * allocation) * inverse * inverse;
+        }
+        dots(n, columns, P, grad_out, in);
+        for (int64_t i = 0; i < n; i++) {
+            const A inverse = h.inverse_incoming[i];
+            in[i] = -(taken[i] + (in[i] + eps * s[QUERY][i] * competition) * inverse) * inverse;
+        }
+        const A all_in = total(n, in), all_out = total(m, out);
+
+        A* inverse_outgoing = given;
+        std::copy_n(h.inverse_outgoing, m, inverse_outgoing);
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t c = 0; c < columns; c += LANES<A>) {
+                A* w = W + i * columns + c;
+                store(w, load(w) + (load(out + c) + in[i]) + grad_in[i] * load(inverse_outgoing + c) +
+                             h.inverse_incoming[i] * load(grad_out + c));
+            }
+        features.with_derivative([&](auto derivative) {
+            auto rows = [&](const A* x, A rest, int64_t i) {
+                return [=](int64_t c) { return (load(s.gradient + i * D + c) + rest) * derivative(load(x + c)); };
+            };
+            product<A, false, false>(n, D, m, W, columns, s.k, D, s.gradient, D);
+            for (int64_t i = 0; i < n; i++) {
+                const A rest = eps * (in[i] + grad_in[i] + all_out + h.inverse_incoming[i] * competition);
+                write_row(call.grad_query.at<T>(h.row, h.head, h.sinks.start + i), call.dim,
+                          rows(s.q + i * D, rest, i));
+            }
+            product<A, true, false>(m, D, n, W, columns, s.q, D, s.gradient, D);
+            for (int64_t j = 0; j < m; j++) {
+                const A rest = eps * (out[j] + grad_out[j] + all_in + inverse_outgoing[j] * allocation);
+                h.write_source(call.grad_key, call.dim, h.sources.start + j, rows(s.k + j * D, rest, j));
+            }
+        });
+    }
+};
