@@ -7,6 +7,7 @@ import json
 import re
 import signal
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from flowformer import FlowVariant
 from flowformer.integrations.transformers.heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
-from flowformer.linearize.text import PackedRows, tokenize
+from flowformer.linearize.text import NEARBY, PackedRows, Sentences, tokenize
 from flowformer.linearize.transfer import Pair
 from flowformer.train.loop import Interrupted
 
@@ -87,9 +88,11 @@ def test_both_stages_learn(teacher, tmp_path):
     assert not any("lora" in name for name in student.state_dict())
     assert all(parameter.requires_grad for parameter in student.parameters())
     page = (tmp_path / "run" / "results.md").read_text()
-    assert "| lora | 3" in page
-    assert f"{lora.scores['perplexity']:.4f}" in page
-    assert [json.loads(line)["kind"] for line in (tmp_path / "run" / "log.jsonl").open()].count("stage") == 3
+    assert "| stage | exchanged | transfer | lora |" in page
+    assert f"| {transferred.scores['perplexity']:.4f} | {lora.scores['perplexity']:.4f} |" in page
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").open()]
+    steps = [0, transferred.steps, transferred.steps + lora.steps]
+    assert [record["step"] for record in log if record["kind"] == "stage"] == steps
 
     student.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -230,6 +233,36 @@ def test_encoders_learn_their_hidden_states():
     assert -1 <= report.stages[-1].scores["rank correlation"] <= 1
 
 
+def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
+    student = linearize(copy.deepcopy(trained).model)
+    options = SHORT | {"transfer_tokens": 500, "lora_tokens": 500}
+    report = student.transfer(documents(60), LinearizeConfig(**options), evaluate=documents(16, seed=5))
+    exchanged, _, lora = (stage.scores["cosine"] for stage in report.stages)
+    assert exchanged < lora
+
+
+@pytest.mark.parametrize(("features", "positions"), [("bert", 12), ("roberta", 10)])
+def test_rows_are_no_longer_than_the_model_has_positions(features, positions):
+    """RoBERTa counts from the position after that of padding."""
+    options = BERT.to_dict() | {"max_position_embeddings": 12, "pad_token_id": 1}
+    config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[features].from_dict(options)
+    student = linearize(AutoModel.from_config(config))
+    assert student.longest == positions
+    report = student.transfer(documents(9), LinearizeConfig(transfer_tokens=99, lora_tokens=0))
+    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents are longer, but one
+
+
+def test_attention_without_parameters_skips_its_transfer(teacher):
+    exchange = {"features": "none", "variant": FlowVariant(), "powers": False}
+    report = linearize(teacher).transfer(
+        documents(60), LinearizeConfig(**SHORT, **exchange), evaluate=documents(9, seed=5)
+    )
+    exchanged, transferred, lora = report.stages
+    assert transferred.tokens == 0
+    assert transferred.scores == exchanged.scores
+    assert lora.scores["KL"] < exchanged.scores["KL"]
+
+
 def test_images_are_batches_of_inputs():
     config = transformers.ViTConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
@@ -287,6 +320,34 @@ def test_rows_are_packed_documents():
     assert sorted(torch.cat(shares).tolist()) == sorted(rows.batch(5, 4)["input_ids"].tolist())
 
 
+def test_sentences_of_an_update_have_similar_lengths():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 50, (NEARBY * 4,), generator=generator).tolist()
+    sentences = Sentences([torch.full((length,), 5) for length in lengths], 99, 0, None, None, 3)
+    updates = [sentences.rows(step, 4).tolist() for step in range(2 * NEARBY)]
+    for epoch in (updates[:NEARBY], updates[NEARBY:]):
+        assert sorted(row for rows in epoch for row in rows) == list(range(len(sentences)))
+        ranges = sorted((min(lengths[row] for row in rows), max(lengths[row] for row in rows)) for rows in epoch)
+        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    assert updates[:NEARBY] != updates[NEARBY:]
+    assert updates[:NEARBY] != sorted(updates[:NEARBY], key=lambda rows: lengths[rows[0]])
+    shares = [sentences.batch(5, 4, rank, 2)["input_ids"].ne(0).sum().item() for rank in (0, 1)]
+    assert sum(shares) == sentences.batch(5, 4)["attention_mask"].sum()
+
+
+def test_embeddings_of_all_sentences_are_compared_once():
+    """By their means over tokens that are no padding, whatever the batches."""
+    student = linearize(AutoModel.from_config(copy.deepcopy(BERT)).eval())
+    texts = documents(7, seed=5)
+    scores = []
+    for batch_size in (1, 3):
+        config = LinearizeConfig(length=24, batch_size=batch_size)
+        scores.append(compare(Pair(student, config), HeldOut.of(student, texts, config)))
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+    few = HeldOut.of(student, texts, LinearizeConfig(length=24, evaluate_tokens=50))
+    assert few.sentences.lengths.sum() <= 50 < len(few.sentences) * 24 + 24
+
+
 def test_evaluation_scores_every_token_once():
     class Uniform:
         def taught(self, batch):
@@ -333,7 +394,7 @@ def test_the_cache_of_a_student_does_not_grow(teacher):
     assert all(row["tokens_per_second"] > 0 for row in softmax + flow)
 
 
-def test_bad_input_is_refused(teacher):
+def test_bad_input_is_refused(teacher, tmp_path):
     with pytest.raises(TypeError, match=r"model of transformers, got Linear"):
         linearize(torch.nn.Linear(2, 2))
     t5 = transformers.T5Config(vocab_size=WORDS, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -361,6 +422,11 @@ def test_bad_input_is_refused(teacher):
         student.transfer([torch.randn(3)])
     with pytest.raises(ValueError, match="without a folder"):
         student.transfer(documents(100), LinearizeConfig(**SHORT), resume=True)
+    (tmp_path / "config.json").write_text("of something else")
+    for resume in (False, True):
+        with pytest.raises(FileExistsError, match="are no transfer's"):
+            student.transfer(documents(100), LinearizeConfig(**SHORT), folder=tmp_path, resume=resume)
+    assert (tmp_path / "config.json").read_text() == "of something else"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from helpers import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -72,8 +77,37 @@ def test_an_encoder_learns_from_lines(model):
         (["window"], "key=value"),
         (["length=1024"], "a row has 1024"),
         (["window=wide"], "wrong kind"),
+        (["--eval", "latin.txt"], "latin.txt is no text in UTF-8"),
     ],
 )
-def test_mistakes_are_told(model, arguments, words):
+def test_mistakes_are_told(model, arguments, words, monkeypatch):
+    monkeypatch.chdir(model)
+    (model / "latin.txt").write_bytes("café".encode("latin-1"))
     command = ["linearize", model / "decoder", "--text", model / "text.txt", "--out", model / "run", *SHORT]
     assert words in flowformer(*command, *arguments, fails=True)
+
+
+def test_an_encoder_is_not_taken_for_a_decoder(model):
+    command = ["linearize", model / "encoder", "--text", model / "text.txt", "--out", model / "run", *SHORT]
+    assert "Pass --encoder" in flowformer(*command, fails=True)
+
+
+def test_the_example_makes_a_table(model, monkeypatch, capsys):
+    """Of all its rows; a second run reads what the first has left."""
+    options = ["--every", "2", "--text", "text.txt", "--eval", "more.txt", *SHORT[:-1], "length=70"]
+
+    def run(command, **_):
+        return SimpleNamespace(returncode=0, stdout=flowformer(*command[3:]))
+
+    monkeypatch.chdir(model)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["linearize_table.py", "decoder", "table", *options])
+    example = str(ROOT / "examples" / "linearize_table.py")
+    rows = runpy.run_path(example)["ROWS"]
+    table = (model / "table" / "table.md").read_text()
+    assert "KL, exchanged | KL, transfer | KL, lora" in table
+    assert len(table.splitlines()) == 2 + len(rows)
+    assert "1 layer in 2 kept" in table
+    monkeypatch.setattr(subprocess, "run", None)
+    runpy.run_path(example)
+    assert (model / "table" / "table.md").read_text() == table

@@ -30,7 +30,9 @@ def linearize(
     evaluate: Annotated[
         list[Path] | None, typer.Option("--eval", help="A file to compare teacher and student on after each stage.")
     ] = None,
-    encoder: Annotated[bool, typer.Option("--encoder", help="Load an encoder of text, without a head.")] = False,
+    encoder: Annotated[
+        bool, typer.Option("--encoder", help="Load an encoder of text, or any model without its head.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of the folder.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -45,15 +47,17 @@ def linearize(
     from ..train.loop import Interrupted
 
     config = LinearizeConfig.of([*(options or []), *([] if minutes is None else [f"minutes={minutes}"])])
+    texts, held_out = ([_read(file) for file in files] for files in (text, evaluate or []))
     loaded, tokenizer = _load(model, encoder)
     student = exchange(loaded, tokenizer, config)
-    lines = not student.is_decoder
+    if not encoder and not student.is_language_model:
+        raise ValueError(f"{model} is an encoder, which does not predict the next token. Pass --encoder.")
     try:
         with _progress(as_json) as report:
             result = student.transfer(
-                _documents(text, lines),
+                _documents(texts, encoder),
                 config,
-                evaluate=_documents(evaluate, lines) if evaluate else None,
+                evaluate=_documents(held_out, encoder) if evaluate else None,
                 folder=out,
                 resume=resume,
                 report=report,
@@ -85,8 +89,14 @@ def _load(model: str, encoder: bool) -> tuple[Any, Any]:
     return loaded.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-def _documents(files: list[Path], lines: bool) -> list[str]:
-    texts = [file.read_text() for file in files]
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}. Convert it, such as with iconv.") from error
+
+
+def _documents(texts: list[str], lines: bool) -> list[str]:
     return [line for text in texts for line in text.splitlines() if line.strip()] if lines else texts
 
 

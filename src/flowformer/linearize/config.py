@@ -18,10 +18,12 @@ class LinearizeConfig:
 
     Args:
         features, variant, powers, gain, window, keep_layers: what takes the place of softmax, see `Exchange`.
-        length: tokens of a row of text. Documents are packed into rows and do not see each other.
+        length: tokens of a row of text, at most what the model has positions for. Documents are packed into rows and do
+            not see each other; where hidden states are learned, each is a row of its own, cut to this length.
         batch_size: rows of an update, of all processes together.
         transfer_tokens: of stage 1, in which each attention learns the result of the softmax it replaces.
-        lora_tokens: of stage 2, in which the model learns the teacher's distribution of the next token.
+        lora_tokens: of stage 2, in which the model learns the teacher's distribution of the next token, or without a
+            head its last hidden states.
         minutes: ends both stages early, the first after its share of the tokens; None is no limit.
         transfer_lr, lora_lr: learning rates, which fall to 0 by a cosine after a short warm-up.
         lora_rank: of the low-rank update in stage 2; 0 trains nothing but what stage 1 trained.
@@ -45,8 +47,8 @@ class LinearizeConfig:
     transfer_tokens: int = 10_000_000
     lora_tokens: int = 20_000_000
     minutes: float | None = None
-    transfer_lr: float = 3e-3
-    lora_lr: float = 3e-4
+    transfer_lr: float = 1e-2
+    lora_lr: float = 1e-3
     lora_rank: int = 16
     lora_layers: Literal["attention", "all"] = "attention"
     optimizer: Literal["adamw", "radam"] = "adamw"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .student import Student
 
 Logits = Callable[[dict[str, Tensor]], Tensor]
+MOST_SENTENCES = 2000  # that are compared in pairs
 
 
 class TeacherAndStudent(Protocol):
@@ -38,9 +39,9 @@ class HeldOut:
     """Text that is not learned from.
 
     Args:
-        tokens: (T,) all documents one after another, for decoders.
+        tokens: (T,) all documents one after another, for language models.
         words: how many there are in that text, 0 where it is not known.
-        sentences: for encoders.
+        sentences: for models without a head.
         length: of the windows that are scored; all but the first begin with length // 2 tokens of context.
     """
 
@@ -57,11 +58,13 @@ class HeldOut:
         documents = tokenize(texts, tokenizer)
         if not documents:
             raise ValueError("there is no text to evaluate on: no document has a token.")
-        if not student.is_decoder:
+        if not student.is_language_model:
             names = ("pad", "cls", "sep")
             pad, first, last = (special_token(tokenizer, model_config, name) for name in names)
             first, last = (None, None) if tokenizer is None else (first, last)
-            sentences = Sentences(documents, config.length, pad or 0, first, last, config.seed)
+            read = torch.tensor([min(len(document), config.length) for document in documents]).cumsum(0)
+            count = min(max(int((read <= config.evaluate_tokens).sum()), 1), MOST_SENTENCES)
+            sentences = Sentences(documents[:count], config.length, pad or 0, first, last, config.seed)
             return cls(None, 0, sentences, config.length, config.batch_size)
         end = special_token(tokenizer, model_config, "eos")
         if end is not None:
@@ -123,8 +126,8 @@ def _compare_embeddings(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str,
     sentences, size = held_out.sentences, held_out.batch_size
     assert sentences is not None
     embeddings: tuple[list[Tensor], list[Tensor]] = [], []
-    for step in range(min(-(-len(sentences) // size), 64)):
-        batch = sentences.batch(step, size)
+    for rows in sentences.lengths.argsort().split(size):
+        batch = sentences.padded(rows)
         for found, run in zip(embeddings, (pair.taught, pair.learned), strict=True):
             found.append(mean_of_tokens(run(batch).float(), batch["attention_mask"]))
     taught, learned = (torch.cat(found) for found in embeddings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,21 @@ class Student:
     def is_decoder(self) -> bool:
         """Whether its tokens see only those before them."""
         return any(getattr(layer, "is_causal", False) is True for layer in self.layers)
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it predicts the next token; of any other model, hidden states are what is learned."""
+        return self.is_decoder and self.model.get_output_embeddings() is not None
+
+    @property
+    def longest(self) -> int:
+        """How many tokens the model has positions for."""
+        config = self.model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions < 1:
+            return sys.maxsize
+        padding = getattr(self.model, "_flow_padding", None)  # RoBERTa and its like count from the one after it
+        return positions if padding is None else positions - padding - 1
 
     @property
     def tokenizer(self) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PIECE = 100_000  # characters that are tokenised at once
+NEARBY = 32  # updates among which sentences are sorted by length
 
 
 def tokenize(texts: Iterable[str | Tensor], tokenizer: Any) -> list[Tensor]:
@@ -94,6 +95,8 @@ class PackedRows:
 class Sentences:
     """Documents cut to `length` tokens, padded side by side, for encoders.
 
+    Rows of an update have similar lengths: padding costs as much as tokens.
+
     Args:
         first, last: tokens around each document, such as [CLS] and [SEP], or None.
     """
@@ -107,17 +110,30 @@ class Sentences:
             raise ValueError(f"got {len(documents)} documents for rows of {length} tokens; nothing to learn from.")
         ends = [torch.tensor(tokens, dtype=torch.long) for tokens in around]
         self.documents = [torch.cat([ends[0], document[:room], ends[1]]) for document in documents]
+        self.lengths = torch.tensor([len(document) for document in self.documents])
         self.pad, self.seed = pad, seed
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
-        chosen = [self.documents[row] for row in _rows(len(self), step, size, self.seed)[rank::ranks].tolist()]
+        """The documents of update `step` that are those of this rank."""
+        return self.padded(self.rows(step, size)[rank::ranks])
+
+    def padded(self, rows: Tensor) -> dict[str, Tensor]:
+        """Documents side by side, and which of their tokens are no padding."""
+        chosen = [self.documents[row] for row in rows.tolist()]
         pad = torch.nn.utils.rnn.pad_sequence
         tokens = pad(chosen, batch_first=True, padding_value=self.pad)
         mask = pad([torch.ones_like(document) for document in chosen], batch_first=True)
         return {"input_ids": tokens, "attention_mask": mask}
+
+    def rows(self, step: int, size: int) -> Tensor:
+        """The numbers of the documents of an update: those of nearby updates, sorted by length and dealt out again."""
+        group, place = divmod(step, NEARBY)
+        rows = _rows(len(self), group, NEARBY * size, self.seed)
+        order = torch.randperm(NEARBY, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + group))
+        return rows[self.lengths[rows].argsort(stable=True)].view(NEARBY, size)[order[place]]
 
 
 class GivenBatches:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from ..integrations.transformers.served import is_flow, parts_of
 from ..integrations.transformers.softmax import softmax_attention
 from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser
-from ..train.record import RunLog
+from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
 from .evaluate import HeldOut, compare
 from .text import Batches, GivenBatches, PackedRows, Sentences, special_token, tokenize
@@ -91,7 +91,10 @@ def transfer(
     report: Report | None,
 ) -> TransferReport:
     """See `Student.transfer`."""
+    config = replace(config, length=min(config.length, student.longest))
     student.exchange(config)
+    if not _learned_parameters(student.model, with_lora=False):
+        config = replace(config, transfer_tokens=0)
     batches = make_batches(student, texts, config)
     held_out = None if evaluate is None else HeldOut.of(student, evaluate, config)
     run = _Run(student, config, batches, held_out, None if folder is None else Path(folder), report)
@@ -117,7 +120,7 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
             f"a document has token {largest}, but the model knows {words}. Is the tokenizer another model's?"
         )
     special = partial(special_token, student.tokenizer, student.model.config)
-    if student.is_decoder:
+    if student.is_language_model:
         return PackedRows(documents, config.length, special("eos"), config.seed)
     around = (None, None) if student.tokenizer is None else (special("cls"), special("sep"))
     return Sentences(documents, config.length, special("pad") or 0, *around, config.seed)
@@ -311,15 +314,18 @@ class _Run:
                 raise ValueError("there is nothing to resume without a folder. Pass the folder of the transfer.")
             return None
         path, saved = self.folder / CHECKPOINT, None
+        if (self.folder / LOG).exists() and not resume:
+            raise FileExistsError(f"{self.folder} holds another transfer. Resume it, or choose another folder.")
+        if not (self.folder / LOG).exists() and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise FileExistsError(f"{self.folder} has files that are no transfer's. Choose another folder.")
         if path.exists():
-            if not resume:
-                raise FileExistsError(f"{self.folder} holds another transfer. Resume it, or choose another folder.")
             saved = torch.load(path, map_location="cpu", weights_only=True)
             mine = self.config.to_dict() | {"minutes": None}
             if saved["config"] | {"minutes": None} != mine:
                 differ = [name for name in mine if name != "minutes" and saved["config"].get(name) != mine[name]]
                 raise ValueError(f"{path} was written with another {', '.join(differ)}. Resume with the same config.")
             self.progress = Progress(**saved["progress"])
+        self.accelerator.wait_for_everyone()  # nobody writes before all have looked
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / "config.json", json.dumps(self.config.to_dict(), indent=2) + "\n")
@@ -364,8 +370,12 @@ class _Run:
                 if time.monotonic() - last_checkpoint > 60 * self.config.checkpoint_minutes:
                     self._save(learned, optimizer)
                     last_checkpoint = time.monotonic()
-        mean = sum(recent) / len(recent) if recent else None
-        stage = Stage(name, progress.step, progress.tokens, progress.seconds / 60, mean, self._errors(progress.step))
+        if progress.step:
+            errors, mean = self._errors(progress.step), sum(recent) / len(recent) if recent else None
+            stage = Stage(name, progress.step, progress.tokens, progress.seconds / 60, mean, errors)
+        else:  # nothing has changed
+            before = progress.stages[-1]
+            stage = Stage(name, errors=before["errors"], scores=before["scores"])
         self._finish(stage)
         self.progress.stage, self.progress.step = ("lora", 0) if name == "transfer" else ("done", 0)
         self.progress.tokens, self.progress.seconds = 0, 0.0
@@ -429,10 +439,10 @@ class _Run:
         return [error.item() for error in self.pair.errors(self._batch(step), learns=False)]
 
     def _finish(self, stage: Stage) -> None:
-        if self.held_out is not None:
+        if self.held_out is not None and not stage.scores:
             stage.scores = compare(self.pair, self.held_out)
-        self.progress.stages.append(asdict(stage))
         record = {"kind": "stage", "split": "valid", "stage": stage.name, "step": self._updates()}
+        self.progress.stages.append(asdict(stage))
         self.report(record | {"loss": stage.loss, "scores": stage.scores, "errors": stage.errors})
         if self.log is not None:
             self.log.write(record | stage.scores)
@@ -483,13 +493,15 @@ def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Param
 
 
 def page(report: TransferReport) -> str:
-    """The stages as a table in Markdown."""
+    """The stages as a table in Markdown, one column each."""
     names = list(dict.fromkeys(name for stage in report.stages for name in stage.scores))
-    lines = ["| stage | tokens | minutes | loss | error of attention | " + "".join(f"{name} | " for name in names)]
-    lines.append("| --- " * (5 + len(names)) + "|")
-    for stage in report.stages:
-        error = f"{sum(stage.errors) / len(stage.errors):.3f}" if stage.errors else ""
-        loss = "" if stage.loss is None else f"{stage.loss:.4f}"
-        scores = "".join(f" {stage.scores[name]:.4f} |" if name in stage.scores else "  |" for name in names)
-        lines.append(f"| {stage.name} | {stage.tokens} | {stage.minutes:.1f} | {loss} | {error} |{scores}")
-    return "\n".join(lines) + "\n"
+    rows = {
+        "stage": [stage.name for stage in report.stages],
+        "tokens": [f"{stage.tokens}" for stage in report.stages],
+        "minutes": [f"{stage.minutes:.1f}" for stage in report.stages],
+        "loss": ["" if stage.loss is None else f"{stage.loss:.4f}" for stage in report.stages],
+        "error of attention": [f"{sum(stage.errors) / len(stage.errors):.3f}" for stage in report.stages],
+    }
+    rows |= {name: [f"{stage.scores[name]:.4f}" for stage in report.stages] for name in names}
+    lines = [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+    return "\n".join([lines[0], "| --- " * (1 + len(report.stages)) + "|", *lines[1:]]) + "\n"
