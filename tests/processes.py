@@ -44,7 +44,7 @@ def _work(rank, work, ranks, folder):
     # as torchrun sets them, for accelerate; the process group is there already
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 0}
     os.environ |= {name: str(number) for name, number in numbers.items()}
-    os.environ |= {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     torch.save(work(rank, folder), f"{folder}/{rank}")

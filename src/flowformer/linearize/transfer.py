@@ -30,6 +30,7 @@ from ..integrations.transformers.attention import exchanged_attention, flow_atte
 from ..integrations.transformers.heads import FlowHeads
 from ..integrations.transformers.served import is_flow, parts_of
 from ..integrations.transformers.softmax import softmax_attention
+from ..train.engine import without_gpu
 from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser
 from ..train.record import LOG, RunLog
@@ -268,7 +269,7 @@ class _Run:
         folder: Path | None,
         report: Report | None,
     ) -> None:
-        self.accelerator = Accelerator()
+        self.accelerator = Accelerator(cpu=without_gpu())
         ranks = self.accelerator.num_processes
         if ranks > 1:
             student.model.to(self.accelerator.device)
