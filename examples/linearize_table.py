@@ -8,6 +8,7 @@ it was; a row that has failed is tried again. The table is in OUT/table.md.
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,18 @@ def layers_of(model):
     path = Path(model)
     place, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (model, {})
     return AutoConfig.from_pretrained(place, **options).num_hidden_layers
+
+
+def linearize(arguments):
+    """What the command prints. A request to stop is handed on, and the checkpoint that it leads to is waited for."""
+    command = [sys.executable, "-m", "flowformer.cli", "linearize", *arguments, "--resume", "--json"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: run.terminate())
+    printed, _ = run.communicate()
+    if run.returncode:
+        sys.exit(run.returncode)
+    return printed.splitlines()[-1]
 
 
 def table(results):
@@ -59,11 +72,7 @@ for number, (row, exchange) in enumerate(ROWS.items()):
         kept = str(list(range(every - 1, layers_of(model), every)))
         exchange = [option.replace("KEPT", kept) for option in exchange]
         print(f"{row}: {' '.join(exchange)}", flush=True)
-        command = [sys.executable, "-m", "flowformer.cli", "linearize", model, "--out", str(out / str(number))]
-        run = subprocess.run([*command, "--resume", "--json", *options, *exchange], stdout=subprocess.PIPE, text=True)
-        if run.returncode:
-            sys.exit(run.returncode)
-        done.write_text(run.stdout.splitlines()[-1])
+        done.write_text(linearize([model, "--out", str(out / str(number)), *options, *exchange]))
     results[row] = json.loads(done.read_text())["stages"]
     (out / "table.md").write_text(table(results))
 print(table(results))

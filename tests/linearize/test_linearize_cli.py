@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -92,15 +93,16 @@ def test_an_encoder_is_not_taken_for_a_decoder(model):
     assert "Pass --encoder" in flowformer(*command, fails=True)
 
 
-def test_the_example_makes_a_table(model, monkeypatch, capsys):
+def test_the_example_makes_a_table(model, monkeypatch):
     """Of all its rows; a second run reads what the first has left."""
     options = ["--every", "2", "--text", "text.txt", "--eval", "more.txt", *SHORT[:-1], "length=70"]
 
     def run(command, **_):
-        return SimpleNamespace(returncode=0, stdout=flowformer(*command[3:]))
+        return SimpleNamespace(returncode=0, communicate=lambda: (flowformer(*command[3:]), None))
 
     monkeypatch.chdir(model)
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers would outlive the test
     monkeypatch.setattr(sys, "argv", ["linearize_table.py", "decoder", "table", *options])
     example = str(ROOT / "examples" / "linearize_table.py")
     rows = runpy.run_path(example)["ROWS"]
@@ -108,6 +110,6 @@ def test_the_example_makes_a_table(model, monkeypatch, capsys):
     assert "KL, exchanged | KL, transfer | KL, lora" in table
     assert len(table.splitlines()) == 2 + len(rows)
     assert "1 layer in 2 kept" in table
-    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
     runpy.run_path(example)
     assert (model / "table" / "table.md").read_text() == table
