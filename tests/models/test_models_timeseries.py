@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from helpers import PARITY, ROOT, assert_like_gradients
 from torch import nn
 
+from flowformer import baselines
 from flowformer.models.timeseries import PRESETS, FlowformerTimeSeries, TimeSeriesConfig
+from flowformer.nn import record_matrices
+from flowformer.nn.packing import Packing
 
 PARITY = PARITY / "timeseries_classifier.npz"
 EXAMPLE = ROOT / "examples" / "time_series.py"
@@ -147,6 +151,45 @@ def test_gap_keeps_its_place_in_time(config):
     assert not torch.allclose(model(closed), result)
 
 
+@pytest.mark.parametrize("attention", ["flow", *baselines.names()])
+@every_config
+def test_packed_equals_padded(config, attention):
+    """Values and gradients of series whose padding, gaps included, is left out are those with it."""
+    if attention != "flow" and not baselines.get(attention).bidirectional:
+        pytest.skip("has no bidirectional form")
+    torch.manual_seed(0)
+    model = FlowformerTimeSeries(replace(config, attention=attention, dropout=0.0)).double()
+    series = torch.randn(4, 11, config.num_features, dtype=torch.float64)
+    mask = torch.arange(11) < torch.tensor([[11], [4], [1], [7]])
+    mask[0, 2:6] = mask[3] = False  # a gap, and a series without a step
+    results = []
+    for pack in (True, False):
+        model.pack = pack
+        with patch.object(model, "_encode", wraps=model._encode) as encode:
+            scores = model(series, mask)
+        assert encode.call_args.args[0].shape[:2] == ((1, 12) if pack else (4, 11))
+        parameters = list(model.parameters())
+        results.append([scores, *torch.autograd.grad(scores.square().sum(), parameters, materialize_grads=True)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_what_cannot_be_packed_is_padded():
+    """A batch that is nearly full, maps, matrices, and lengths that cannot be read."""
+    model, mask = FlowformerTimeSeries(SMALL).eval(), torch.arange(11) < torch.tensor([[11], [4]])
+    series = torch.randn(2, 11, SMALL.num_features)
+    expected = model(series, mask)
+    with patch.object(Packing, "pack") as pack:
+        model(series, torch.ones_like(mask))
+        _, maps = model(series, mask, return_maps=True)
+        with record_matrices(model) as matrices:
+            model(series, mask)
+        each = torch.vmap(lambda x, kept: model(x[None], kept[None])[0])(series, mask)
+    assert not pack.called
+    assert maps[0].competition.shape == matrices[0].column_sums.shape == (2, SMALL.num_heads, 11)
+    torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-6)
+
+
 @every_config
 @torch.no_grad()
 def test_authors_switch_hides_padding_from_the_head_alone(config):
@@ -245,7 +288,7 @@ def test_maps_of_each_layer():
     model = build()
     _, batch, mask = padded()
     result, maps = model(batch, mask, return_maps=True)
-    assert torch.equal(result, model(batch, mask))
+    torch.testing.assert_close(result, model(batch, mask), rtol=1e-12, atol=1e-14)
     assert [layer.competition.shape for layer in maps] == [(3, 4, 12)] * 2
     assert [layer.allocation.shape for layer in maps] == [(3, 4, 12)] * 2
     assert not maps[0].competition[1, :, 7:].any()  # padding competes for nothing

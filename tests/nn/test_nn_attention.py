@@ -11,7 +11,7 @@ from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
-from flowformer.nn import FlowEncoderLayer, RivalAttention, build_attention, record_maps, sinks_apart
+from flowformer.nn import RivalAttention, build_attention, record_maps, sinks_apart
 from flowformer.ops.variant import ABLATIONS
 
 WIDTH, HEADS = 12, 3
@@ -424,15 +424,35 @@ def test_packed_sequences_are_a_loop_over_them(is_causal, rotary_base):
     assert (result[:, 10:] == attention.out_proj.bias).all()
 
 
-def test_packed_sequences_are_the_query_alone():
-    attention, x, bounds = FlowAttention(16, 4), torch.randn(1, 5, 16), torch.tensor([0, 2, 5])
+@pytest.mark.parametrize("name", ["softmax", "cosformer", "linformer", "local"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_of_a_rival_are_a_loop_over_them(name, is_causal):
+    if name == "linformer" and is_causal:
+        pytest.skip("linformer has no causal form")
+    torch.manual_seed(0)
+    options = {"num_kv_heads": 2, "is_causal": is_causal, "max_length": 7, "dtype": torch.float64}
+    attention = RivalAttention(16, 4, name=name, **options).eval()
+    x, bounds = torch.randn(1, 12, 16, dtype=torch.float64), [0, 3, 3, 4, 10]
+    result = attention(x, cu_seqlens=torch.tensor(bounds), max_seqlen=7)
+    for start, stop in pairwise(bounds):
+        torch.testing.assert_close(result[:, start:stop], attention(x[:, start:stop]))
+    assert (result[:, 10:] == attention.out_proj.bias).all()
+
+
+@pytest.mark.parametrize("name", ["flow", "linear"])
+def test_packed_sequences_are_the_query_alone(name):
+    attention, x, bounds = build_attention(name, 16, 4), torch.randn(1, 5, 16), torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match="another argument"):
         attention(x, cu_seqlens=bounds, key_mask=torch.ones(1, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\(1, tokens, width\), got \(2, 5, 16\)"):
         attention(x.expand(2, 5, 16), cu_seqlens=bounds)
     with pytest.raises(ValueError, match="no cu_seqlens"):
         attention(x, max_seqlen=5)
-    with pytest.raises(NotImplementedError, match="need Flow-Attention"):
-        FlowEncoderLayer(16, 4, attention="linear")(x, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="beyond the 5 tokens"):
+        attention(x, cu_seqlens=torch.tensor([0, 2, 6]), max_seqlen=6)
+
+
+def test_packed_sequences_have_no_maps():
+    attention, x, bounds = FlowAttention(16, 4), torch.randn(1, 5, 16), torch.tensor([0, 2, 5])
     with record_maps(attention), pytest.raises(NotImplementedError, match="maps of packed"):
         attention(x, cu_seqlens=bounds)

@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from flowformer.data import DataInfo, Splits, collate
 from flowformer.data.splits import Columns, FlatSequences
 from flowformer.models.classifier import ClassifierConfig, FlowformerClassifier, SequenceEncoder
+from flowformer.models.timeseries import FlowformerTimeSeries, TimeSeriesConfig
 from flowformer.train import graphs, loop, resident
 from flowformer.train.loop import train
 
@@ -113,10 +114,12 @@ def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
 
 
 def test_graphs_need_shapes_that_do_not_change():
-    model = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24))
-    assert model.pack
-    graphs.fix_shapes(nn.ModuleList([model]))
-    assert not model.pack
+    classifier = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24))
+    time_series = FlowformerTimeSeries(TimeSeriesConfig(3, 2, 10, embed_dim=16, mlp_dim=24))
+    models = nn.ModuleList([classifier, time_series])
+    assert all(model.pack for model in models)
+    graphs.fix_shapes(models)
+    assert not any(model.pack for model in models)
 
 
 @pytest.mark.gpu

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
-from ..nn.attention import is_flow
+from ..nn.attention import is_flow, is_observed
+from ..nn.packing import Packing
 from ..ops import FlowMaps, FlowVariant
 from .base import FlowModel, options_with_dropout
 
 _DEFAULT = FlowVariant()
-WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
 Pooling = Literal["cls", "first", "mean"]
 Positions = Literal["sinusoidal", "learned"]
 
@@ -187,38 +187,28 @@ class SequenceEncoder(FlowModel):
             # its place; which token stands there does not matter
             tokens = F.pad(tokens, (1, 0))
             mask = mask if mask is None else F.pad(mask, (1, 0), value=True)
-        if mask is not None and self._may_pack(mask):
-            lengths = mask.sum(1)
-            counts = lengths.tolist()
-            # a sequence without tokens has none to pool
-            if min(counts, default=0) and sum(counts) < WORTH_PACKING * mask.numel():
-                return self._encode_packed(tokens, mask, lengths, sum(counts))
+        if mask is not None and (packing := self._packing(mask)) is not None:
+            return self._encode_packed(tokens, mask, packing)
         x = self._embed(tokens, None if mask is None else token_positions(mask))
         for layer in self.layers:
             x = self._layer(layer, x, mask)
         return self._pool(self.norm(x), mask)
 
-    def _may_pack(self, mask: Tensor) -> bool:
-        if not self.pack or not is_flow(self.config.attention) or self.config.pooling == "mean":
-            return False
-        if any(getattr(layer.attention, "_recorded", None) is not None for layer in self.layers):
-            return False
-        # the lengths have to be read, which tracing, torch.func and tensors without data do not allow
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
-        return not traced and not mask.is_meta and type(mask) is Tensor
+    def _packing(self, mask: Tensor) -> Packing | None:
+        may_pack = self.pack and is_flow(self.config.attention) and self.config.pooling != "mean"
+        if not may_pack or is_observed(self.layers):
+            return None
+        packing = Packing.of(mask)
+        # a sequence without tokens has none to pool
+        return None if packing is None or 0 in packing.lengths else packing
 
-    def _encode_packed(self, tokens: Tensor, mask: Tensor, lengths: Tensor, count: int) -> Tensor:
-        """`encode` without the padding: the sequences lie one after another."""
-        # rounded up, so that few shapes occur; what lies behind the last sequence is in none
-        size, longest = _round_up(count), _round_up(mask.shape[1])
-        index = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
-        positions = token_positions(mask).flatten()[index]
-        x = self._embed(tokens.flatten()[index][None], positions[None])  # (1, T, W)
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    def _encode_packed(self, tokens: Tensor, mask: Tensor, packing: Packing) -> Tensor:
+        """`encode` without the padding."""
+        x = self._embed(packing.pack(tokens), packing.pack(token_positions(mask)))  # (1, T, W)
         for layer in self.layers:
-            x = self._layer(layer, x, cu_seqlens=cu_seqlens, max_seqlen=longest)
+            x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
         # the first token of each sequence is what is pooled
-        return self.norm(x[0, cu_seqlens[:-1]])
+        return self.norm(x[0, packing.cu_seqlens[:-1]])
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x = self.embedding(tokens)  # (B, N, W)
@@ -293,12 +283,6 @@ class FlowformerPairClassifier(SequenceEncoder):
         if return_maps:
             return self._with_maps(first, second, first_mask, second_mask)
         return self.head(torch.cat([self.encode(first, first_mask), self.encode(second, second_mask)], -1))
-
-
-def _round_up(count: int) -> int:
-    """To one of eight sizes between powers of two."""
-    unit = max(1, 2 ** (count.bit_length() - 4))
-    return -(-count // unit) * unit
 
 
 def _lecun_normal_(weight: Tensor) -> None:

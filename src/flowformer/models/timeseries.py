@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
+from ..nn.attention import is_observed
+from ..nn.packing import Packing
 from ..ops import FlowMaps, FlowVariant
 from .base import FlowModel
 
@@ -83,6 +85,9 @@ PRESETS = {
 class FlowformerTimeSeries(FlowModel):
     """Classifies time series, or regresses numbers from them: post-norm encoder and a linear head.
 
+    Attributes:
+        pack: whether a CPU computes batches with much padding without it, which saves time and memory.
+
     >>> model = FlowformerTimeSeries(TimeSeriesConfig(3, 5, max_length=50, embed_dim=32, mlp_dim=64))
     >>> mask = torch.arange(40) < torch.tensor([[40], [25]])  # a series of 40 steps and one of 25
     >>> model(torch.randn(2, 40, 3), mask).shape
@@ -91,6 +96,7 @@ class FlowformerTimeSeries(FlowModel):
 
     config_class = TimeSeriesConfig
     config: TimeSeriesConfig
+    pack = True
 
     def __init__(self, config: TimeSeriesConfig) -> None:
         super().__init__(config)
@@ -138,16 +144,33 @@ class FlowformerTimeSeries(FlowModel):
         seen = mask if self.config.mask_padding else None
         if seen is not None:
             series = series.masked_fill(~seen[..., None], 0)
-        x = self.embedding(series) * self.config.embed_dim**0.5  # (B, N, W)
-        x = self.dropout(self.positions(x))
-        for layer in self.layers:
-            x = self._layer(layer, x, seen)
-        x = self.dropout(F.gelu(self.norm(x)))
+        packing = None if seen is None else self._packing(seen)
+        if packing is None:
+            x = self._encode(series, None, mask=seen)
+        else:
+            steps = torch.arange(series.shape[1]).expand(series.shape[:2])
+            bounds = {"cu_seqlens": packing.cu_seqlens, "max_seqlen": packing.max_seqlen}
+            x = packing.unpack(self._encode(packing.pack(series), packing.pack(steps), **bounds), series.shape[1])
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
         if self.config.head == "flatten":
             return self.head(F.pad(x, (0, 0, 0, self.config.max_length - x.shape[1])).flatten(1))
         return self.head(x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
+
+    def _packing(self, mask: Tensor) -> Packing | None:
+        # a GPU is faster than the host that would read the lengths
+        may_pack = self.pack and mask.device.type == "cpu"
+        if not may_pack or is_observed(self.layers):
+            return None
+        return Packing.of(mask)
+
+    def _encode(self, series: Tensor, steps: Tensor | None, **options: Any) -> Tensor:
+        """The vector of each step, (B, N, W), of a padded or packed batch; `options` are those of the layers."""
+        x = self.embedding(series) * self.config.embed_dim**0.5  # (B, N, W)
+        x = self.dropout(self.positions(x, steps))
+        for layer in self.layers:
+            x = self._layer(layer, x, **options)
+        return self.dropout(F.gelu(self.norm(x)))
 
     def _check(self, series: Tensor, mask: Tensor | None) -> None:
         config = self.config

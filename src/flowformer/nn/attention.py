@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils import check_choice
@@ -27,6 +28,7 @@ from ..ops import (
 from ..ops.interface import joint_mask
 from ..ops.reference import repeat_heads
 from ..ops.variant import ABLATIONS
+from .packing import Packing
 from .positions import RotaryPositions, token_positions
 
 if TYPE_CHECKING:
@@ -237,12 +239,9 @@ class FlowAttention(ProjectedAttention):
         Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
         no valid source, gives the bias of the output projection.
         """
+        check_packed(query, (key, value, query_mask, key_mask, state), cu_seqlens, max_seqlen)
         if cu_seqlens is not None:
-            if any(x is not None for x in (key, value, query_mask, key_mask, state)):
-                raise ValueError("got cu_seqlens and another argument; packed sequences are passed as the query alone.")
             return self._attend_packed(query, cu_seqlens, max_seqlen)
-        if max_seqlen is not None:
-            raise ValueError("got max_seqlen but no cu_seqlens. Packed sequences need both bounds and longest length.")
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
@@ -270,8 +269,6 @@ class FlowAttention(ProjectedAttention):
         return self._join(flow_attention(q, k, v, **options))
 
     def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        if query.dim() != 3 or query.shape[0] != 1:
-            raise ValueError(f"packed sequences must have shape (1, tokens, width), got {tuple(query.shape)}.")
         if self._recorded is not None:
             raise NotImplementedError("the maps of packed sequences are not recorded; pad, and pass a mask.")
         q, k, v, *_ = self._project(query, None, None, None, None)
@@ -351,12 +348,26 @@ class RivalAttention(ProjectedAttention):
         *,
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attend, with the shapes and masks of `FlowAttention.forward`."""
+        """Attend, with the arguments of `FlowAttention.forward`; packed sequences are padded to attend."""
+        check_packed(query, (key, value, query_mask, key_mask), cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
+        if cu_seqlens is None:
+            return self._join(self._attend(q, k, v, query_mask, key_mask))
+        tokens = query.shape[1]
+        packing = Packing.bounded(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
+        q, k, v = (packing.unpack(x.transpose(1, 2), packing.max_seqlen).transpose(1, 2) for x in (q, k, v))
+        mask = packing.unpack(q.new_ones(1, tokens, dtype=torch.bool), packing.max_seqlen)
+        result = packing.pack(self._attend(q, k, v, mask, mask).transpose(1, 2))
+        # tokens after the last sequence are in none
+        return self._join(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         k, v = repeat_heads(q, k), repeat_heads(q, v)
-        result = self.mechanism(q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask)
-        return self._join(result)
+        result: Tensor = self.mechanism(q, k, v, is_causal=self.is_causal, query_mask=query_mask, key_mask=key_mask)
+        return result
 
 
 def build_attention(
@@ -395,6 +406,12 @@ def attention_names() -> list[str]:
     from .. import baselines
 
     return ["flow", *ABLATIONS, *baselines.names()]
+
+
+def is_observed(model: nn.Module) -> bool:
+    """Whether maps of an attention are recorded or a hook sees its inputs: both expect the batch as it was passed."""
+    attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
+    return any(getattr(each, "_recorded", None) is not None or each._forward_pre_hooks for each in attentions)
 
 
 def is_flow(name: str) -> bool:
@@ -440,6 +457,17 @@ def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, N, W) → (B, H, N, D)
     return heads
+
+
+def check_packed(query: Tensor, others: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+    """Raise on arguments that packed sequences do not take."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError("got max_seqlen but no cu_seqlens. Packed sequences need both bounds and longest length.")
+    elif any(x is not None for x in others):
+        raise ValueError("got cu_seqlens and another argument; packed sequences are passed as the query alone.")
+    elif query.dim() != 3 or query.shape[0] != 1:
+        raise ValueError(f"packed sequences must have shape (1, tokens, width), got {tuple(query.shape)}.")
 
 
 def check_tokens(

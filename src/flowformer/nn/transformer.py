@@ -158,12 +158,8 @@ class FlowEncoderLayer(_Layer):
             mask: (B, N) bool, True = takes part.
             cu_seqlens, max_seqlen: of packed sequences (1, T, W), as for `FlowAttention`.
         """
-        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if isinstance(self.attention, RivalAttention):
-            if cu_seqlens is not None:
-                raise NotImplementedError("packed sequences need Flow-Attention; pad for a rival, and pass a mask.")
-            packed = {}
-        x = self._residual(self.attention_norm, partial(self.attention, key_mask=mask, **packed), x)
+        attend = partial(self.attention, key_mask=mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        x = self._residual(self.attention_norm, attend, x)
         return self._residual(self.mlp_norm, self.mlp, x)
 
 

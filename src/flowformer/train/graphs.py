@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.classifier import SequenceEncoder
+from ..models.timeseries import FlowformerTimeSeries
 from .tasks import Batch
 
 EAGER_UPDATES = 8  # of a layout before its capture: Triton compiles during the first, and rare layouts do not pay off
@@ -23,7 +24,7 @@ MAX_GRAPHS = 256
 def fix_shapes(module: nn.Module) -> None:
     """Lets batches of one layout be computed with the same shapes, which a graph needs."""
     for part in module.modules():
-        if isinstance(part, SequenceEncoder):
+        if isinstance(part, SequenceEncoder | FlowformerTimeSeries):
             part.pack = False
 
 
