@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from .._utils import suggestion
 from ..models.classifier import PRESETS, FlowformerClassifier
 from ..ops.variant import ABLATIONS
 from ..train.paper import OOM, paper_speed, paper_speed_ratio
-from .measure import is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
+from .measure import csv_file, is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 
 MODEL = replace(PRESETS["text"], num_layers=4, mask_padding=False)
 MODES = ("inference", "training")
@@ -217,18 +216,6 @@ def run(options) -> Iterator[SpeedCell]:
                 )
 
 
-@contextmanager
-def csv_file(path: Path | None, facts: dict[str, str]) -> Iterator[Callable[[SpeedCell], None]]:
-    """What writes a row, at once, so that a killed run keeps its rows."""
-    if path is None:
-        yield lambda row: None
-        return
-    with path.open("w", newline="", buffering=1) as file:
-        writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(SpeedCell)), *facts])
-        yield lambda row: writer.writerow([*asdict(row).values(), *facts.values()])
-
-
 def progress(row: SpeedCell) -> str:
     place = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
     if row.status == "ok":
@@ -307,7 +294,7 @@ def main(arguments: list[str] | None = None) -> list[SpeedCell]:
             say(f"{name} is left out: {wrong[name]}")
     options.attentions = [name for name in options.attentions if name not in wrong]
     rows = []
-    with limited_memory(options.device, options.memory_limit), csv_file(options.out, facts) as write:
+    with limited_memory(options.device, options.memory_limit), csv_file(options.out, SpeedCell, facts) as write:
         for row in run(options):
             rows.append(row)
             write(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import os
 import platform
@@ -11,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 # without this, the memory profiler logs every start
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -139,6 +142,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     # neither the allocator of the CPU nor cuBLAS has an error class of its own
     told = any(sign in str(error) for sign in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+@contextmanager
+def csv_file(path: Path | None, row_type: type, facts: dict[str, str]) -> Iterator[Callable[[Any], None]]:
+    """A function that writes a row, a dataclass, at once, so that a killed run keeps its rows."""
+    if path is None:
+        yield lambda row: None
+        return
+    with path.open("w", newline="", buffering=1) as file:
+        writer = csv.writer(file)
+        writer.writerow([*(field.name for field in fields(row_type)), *facts])
+        yield lambda row: writer.writerow([*asdict(row).values(), *facts.values()])
 
 
 def machine(device: str, dtype: str) -> dict[str, str]:

@@ -18,6 +18,8 @@ _BENCHMARKS = {
     "attention": "Flow-Attention beside its authors' formulation and softmax attention: time, memory, and a token's "
     "decoding.",
     "lra": "The paper's efficiency table: steps per second of one model with every attention, and the paper's ratios.",
+    "decode": "A language model that generates: tokens per second early and late in a text, beside softmax attention "
+    "with a cache of keys and values.",
     "loop": "How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.",
     "japanese-vowels": "The time-series classifier with its default settings beside aeon's RocketClassifier: accuracy "
     "and seconds.",
