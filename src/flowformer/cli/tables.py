@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .app import STARTED, DataDir, Json, app, command, console, errors
+from .app import STARTED, DataDir, Json, advice, app, command, console, errors
 
 if TYPE_CHECKING:
     from ..train.reproduce import Job
+    from ..train.results import Row
 
 
 @command(app, "reproduce")
@@ -74,7 +75,7 @@ def reproduce(
     finally:
         rows = results.collect([out, *(known or ())])
         if rows:
-            figures = results.draw_figures(rows, out / "figures", data)
+            figures = _draw_figures(rows, out / "figures", data)
             speeds = out / "speed" / queue.SPEED
             if speeds.exists():
                 figures |= results.draw_speeds(speeds, out / "figures")
@@ -87,6 +88,16 @@ def reproduce(
         say(f"{len(left)} runs are left: {running.stopped}. The same command goes on.")
     if running.failed:
         raise ValueError(f"{len(running.failed)} runs failed; the same command tries again.")
+
+
+def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
+    """The figures by their captions; says which are left out, and what data they need."""
+    from ..train.results import draw_figures
+
+    figures, left_out = draw_figures(rows, folder, data)
+    for caption, error in left_out.items():
+        errors.print(f"A figure is left out, {caption}: {advice(error)}", soft_wrap=True, highlight=False)
+    return figures
 
 
 def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
@@ -147,14 +158,14 @@ def results(
     says so, and is not compared with the paper.
     """
     from ..train import summary
-    from ..train.results import collect, draw_figures
+    from ..train.results import collect
 
     sources = runs or [Path("runs")]
     rows = collect(sources)
     if not rows:
         raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
     if out is not None:
-        written = summary.write(rows, out, draw_figures(rows, out / "figures", data))
+        written = summary.write(rows, out, _draw_figures(rows, out / "figures", data))
         errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
     print(json.dumps(rows) if as_json else summary.markdown(rows))
 
