@@ -426,13 +426,15 @@ class _Run:
             yield
             return
         model = self.student.model
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renamed these methods, and warns where the old names are called
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
         for module in model.modules():
             module.training = hasattr(module, "gradient_checkpointing")
         try:
             yield
         finally:
-            model.gradient_checkpointing_disable()
+            getattr(model, f"{kind}_checkpointing_disable")()
             model.eval()
 
     def _errors(self, step: int) -> list[float]:
