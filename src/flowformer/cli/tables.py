@@ -26,21 +26,22 @@ def reproduce(
         typer.Argument(metavar="[KEY=VALUE]...", help="For every recipe, such as precision=tf32; results say so."),
     ] = None,
     cells: Annotated[
-        list[str] | None, typer.Option(help="Only cells of such names: '*JapaneseVowels*', 'lra/text/*'. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Only cells whose name matches, as '*JapaneseVowels*' or 'lra/text/*'. Repeatable."),
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a cell; default as many as the table says.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop before they are over, every unfinished run with a checkpoint.")
+        float | None, typer.Option(help="Stop within so many minutes; unfinished runs leave checkpoints.")
     ] = None,
     pack: Annotated[
-        int | None, typer.Option(min=1, help="Runs side by side; default eight, or as many as the cores can feed.")
+        int | None, typer.Option(min=1, help="Runs at the same time; default eight, fewer on few cores.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the queue, which machines may share.")] = Path(
         "runs/reproduce"
     ),
     known: Annotated[
         list[Path] | None,
-        typer.Option(help="A results.csv whose runs need not run again; the tables have them as well. Repeatable."),
+        typer.Option(help="A results.csv; its runs are not run again, but are in the tables. Repeatable."),
     ] = None,
     data: DataDir = None,
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
@@ -85,9 +86,9 @@ def reproduce(
         say(f"Written: {', '.join(map(str, written))}")
     left = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None:
-        say(f"{len(left)} runs are left: {running.stopped}. The same command goes on.")
+        say(f"{len(left)} runs are left: {running.stopped}. Run the same command to resume.")
     if running.failed:
-        raise ValueError(f"{len(running.failed)} runs failed; the same command tries again.")
+        raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
 
 
 def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
@@ -138,7 +139,7 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
         listed.add_row(*row)
     console.print(listed, crop=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
-    console.print(f"{left:.0f} minutes on an H200 are to do, eight side by side in {left / 8:.0f}.")
+    console.print(f"About {left:.0f} minutes are left on an H200, or {left / 8:.0f} with eight runs at the same time.")
 
 
 @command(app, "results")

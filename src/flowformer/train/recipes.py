@@ -132,8 +132,8 @@ def image(published: bool) -> TrainConfig:
     """Long-Range Arena, grey CIFAR-10 images as 1024 pixels in a row.
 
     The released code hardly shuffles (batches are formed before the shuffle) and leaves the last 16 test images out;
-    neither is reproduced. Its rate ends 175 updates before the cosine would reach 0. Its attention differs as for
-    ListOps.
+    neither is reproduced. Its learning rate stops 175 updates before the cosine would reach 0. Its attention differs as
+    for ListOps.
     """
     return _lra_pixels("image", published, lr=5e-4, batch_size=256, epoch=175)
 
@@ -223,7 +223,7 @@ def imagenet(published: bool, recipe: str = "imagenet/hierarchical") -> TrainCon
     Batch and rate are the paper's, 8 × 128 and 1e-3; the released script has 6 GPUs and 7.5e-4. Heads are 12 as in the
     code; the paper's table says 16 (model.num_heads=16). The rate changes with every update, where the released code
     changes it once an epoch. The released attention clamps the flow that competes to ±1 and adds ε twice. The best
-    epoch is chosen on the set that is reported, as everybody does on this benchmark.
+    epoch is chosen on the set that is reported, as is usual on this benchmark.
     """
     model = vision.PRESETS["imagenet"]
     return TrainConfig(
