@@ -377,6 +377,17 @@ def test_a_bidirectional_model_sees_the_future_and_keeps_no_cache():
         FlowformerForCausalLM(config)
 
 
+def test_a_classifier_heeds_positions_and_refuses_packed_sequences():
+    model = randomized(FlowformerForSequenceClassification(FlowformerConfig(**SIZES | STYLES["paper"], num_labels=4)))
+    later = torch.arange(5, 12).expand_as(PROMPTS)
+    x = model.model(PROMPTS, position_ids=later).last_hidden_state
+    assert_close(model(PROMPTS, position_ids=later).logits, model.score(x[:, -1]))
+    assert (model(PROMPTS).logits - model(PROMPTS, position_ids=later).logits).abs().max() > 1e-3
+    assert len(model(PROMPTS, output_hidden_states=True).hidden_states) == len(model.model.lm.decoder.layers) + 1
+    with pytest.raises(ValueError, match="a row has one label"):
+        model(PROMPTS.reshape(1, -1), cu_seq_lens_q=torch.tensor([0, 7, 14, 21]))
+
+
 def test_the_loss_of_a_classifier():
     model = randomized(FlowformerForSequenceClassification(FlowformerConfig(**SIZES | STYLES["paper"], num_labels=4)))
     labels = torch.tensor([0, 3, 1])
