@@ -1,9 +1,8 @@
 """The recipes: one a cell of the paper's tables, each a complete config with the published hyperparameters.
 
-A recipe does what the paper describes and, where the released code falls short of that, does it right: padding takes
-part in nothing, the test set chooses nothing if there is a validation set, text has its full length. Its name with
-"@published" does what the released code does instead. The docstring of a recipe says where the two differ, and what
-neither the paper nor its code states.
+A recipe does what the paper describes, also where the released code does not: padding is masked, the validation set, if
+there is one, chooses the best evaluation, text has its full length. Its name with "@published" does what the released
+code does instead. The docstring of a recipe says where the two differ, and what neither the paper nor its code states.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def _lra_pixels(task: str, published: bool, *, lr: float, batch_size: int, epoch
 def listops(published: bool) -> TrainConfig:
     """Long-Range Arena, nested lists of up to 2000 tokens.
 
-    The released code chooses among evaluations on the test set, made every 50 updates, and lets padding take part. Its
-    attention has φ = ReLU and lets heads compete instead of tokens (variant=lra), where the paper describes competition
-    among tokens with φ = sigmoid.
+    The released code evaluates every 50 updates, chooses on the test set, and does not mask padding. Its attention has
+    φ = ReLU and lets heads compete instead of tokens (variant=lra), where the paper describes competition among tokens
+    with φ = sigmoid.
     """
     return _lra_text(
         "listops",
@@ -96,7 +95,7 @@ def text(published: bool) -> TrainConfig:
 
     The benchmark has no validation set: the last evaluation is the one to compare, the best one is chosen on the test
     set. The released code cuts reviews at 1000 bytes, though the benchmark says 4000, evaluates every 100 updates, and
-    lets padding take part. Its attention differs as for ListOps.
+    does not mask padding. Its attention differs as for ListOps.
     """
     return _lra_text(
         "text",
@@ -114,7 +113,7 @@ def retrieval(published: bool, data: str = "lra/retrieval") -> TrainConfig:
     """Long-Range Arena, whether one paper cites the other, from 4000 bytes of each.
 
     The warm-up of 8000 updates is longer than the run of 5000, as published. The released code evaluates every 100
-    updates, on validation and test set alike, and lets padding take part. Its attention differs as for ListOps.
+    updates, on validation and test set alike, and does not mask padding. Its attention differs as for ListOps.
     """
     every = 100 if published else 500
     config = _lra_text(
@@ -311,7 +310,7 @@ def uea(published: bool, name: str) -> TrainConfig:
     """Classification of multivariate time series.
 
     The archive has no validation set. The published number is the best of the evaluations on the test set; here both
-    that and the last one are reported. The released code lets padding take part in the attention, evaluates every
+    that and the last one are reported. The released code does not mask padding in the attention, evaluates every
     second epoch (and before and after the first, which is left out), and trains SpokenArabicDigits with Adam.
     """
     adam = published and name == "SpokenArabicDigits"
