@@ -173,6 +173,17 @@ class TestAfterwards:
         assert (tmp_path / "results/results.html").read_text().startswith("<!DOCTYPE html>")
         assert "no finished run" in flowformer("results", tmp_path / "results", fails=True)
 
+    def test_results_without_the_data_of_a_figure(self, run, tmp_path):
+        """Tables, CSV and page are written all the same."""
+        folder, _ = run
+        output = flowformer("results", folder.parent, "--out", tmp_path / "results", "--data", tmp_path / "tpyo")
+        assert "A figure is left out, uea/JapaneseVowels, model.embed_dim=16" in output
+        assert f"UEA JapaneseVowels is missing: there is no {tmp_path}/tpyo/uea" in output
+        assert "pass --data or set FLOWFORMER_DATA" in output
+        for name in ("results.csv", "results.md", "results.html"):
+            assert (tmp_path / "results" / name).is_file()
+        assert not list((tmp_path / "results").rglob("*.png"))
+
 
 class TestWords:
     """The command line speaks of its own options, not of arguments of functions."""

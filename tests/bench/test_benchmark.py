@@ -42,6 +42,19 @@ def test_contestants_are_measured_and_written(field, request, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
+def test_a_single_repeat_is_its_own_percentiles(field):
+    options = bench.parse(["--shapes", "B1H2N32d8", "--repeats", "1", "--device", "cpu", "--dtype", "float32"])
+    rows = bench.measure("bidirectional", field, options.shapes[0], options)
+    assert all(row.forward_p20 == row.forward_ms == row.forward_p80 > 0 for row in rows)
+
+
+def test_no_repeat_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--repeats", "0"])
+    assert "--repeats must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
 def test_a_wrong_contestant_of_ours_stops_the_run(field):
     wrong = bench.Contestant("flow wrong", lambda q, k, v: 1.01 * bench.authors_bidirectional(q, k, v))
     with pytest.raises(SystemExit, match="wrong, bidirectional: the result is off by"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from functools import partial
 
 import pytest
 import timm
@@ -16,6 +17,7 @@ from torch import nn
 import flowformer.integrations.timm as integration
 from flowformer.integrations.timm import TimmFlowAttention as FlowAttention
 from flowformer.integrations.timm import TimmFlowDeiT, TimmFlowformer
+from flowformer.integrations.timm import flowformer as models
 from flowformer.models.vision import DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig, VisionLayer
 
 MODELS = {
@@ -425,8 +427,15 @@ def test_arguments_have_timms_names(name):
     assert model(torch.randn(1, 1, 48, 48, dtype=torch.float64)).shape == (1, 4)
     with pytest.raises(ValueError, match=r"positive multiple of .* pixels, got \(32, 33\)"):
         timm.create_model(name, img_size=(32, 33))
-    with pytest.raises(ValueError, match=r"has no 'patch_sizes'.*patch_size"):
-        timm.create_model(name, patch_sizes=4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("right", ["drop_rate", "img_size", "global_pool", "num_heads"])
+def test_an_unknown_argument_is_refused_with_the_nearest(name, right):
+    """By create_model and by the function that it calls alike."""
+    for create in (partial(timm.create_model, name), getattr(models, name)):
+        with pytest.raises(TypeError, match=rf"has no argument '{right}s' \(did you mean '{right}'\?\)"):
+            create(**{f"{right}s": 4})
 
 
 @pytest.mark.parametrize("classes", [0, 4])

@@ -194,10 +194,13 @@ def test_bfloat16_keeps_its_state_in_float32():
     assert model.generate(PROMPTS, max_new_tokens=3).shape == (3, 10)
 
 
+@pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_changes_nothing():
     model = language_model().train()
     plain = with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits)
-    model.gradient_checkpointing_enable()
+    # the new name came with transformers 5.23
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
     calls = []
     model.model.lm.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     for value, truth in zip(with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits), plain, strict=True):
@@ -372,6 +375,17 @@ def test_a_bidirectional_model_sees_the_future_and_keeps_no_cache():
         model(PROMPTS, use_cache=True)
     with pytest.raises(ValueError, match="needs is_causal=True"):
         FlowformerForCausalLM(config)
+
+
+def test_a_classifier_heeds_positions_and_refuses_packed_sequences():
+    model = randomized(FlowformerForSequenceClassification(FlowformerConfig(**SIZES | STYLES["paper"], num_labels=4)))
+    later = torch.arange(5, 12).expand_as(PROMPTS)
+    x = model.model(PROMPTS, position_ids=later).last_hidden_state
+    assert_close(model(PROMPTS, position_ids=later).logits, model.score(x[:, -1]))
+    assert (model(PROMPTS).logits - model(PROMPTS, position_ids=later).logits).abs().max() > 1e-3
+    assert len(model(PROMPTS, output_hidden_states=True).hidden_states) == len(model.model.lm.decoder.layers) + 1
+    with pytest.raises(ValueError, match="a row has one label"):
+        model(PROMPTS.reshape(1, -1), cu_seq_lens_q=torch.tensor([0, 7, 14, 21]))
 
 
 def test_the_loss_of_a_classifier():

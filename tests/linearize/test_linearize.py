@@ -186,6 +186,7 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
         )
 
 
+@pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_changes_nothing(teacher):
     results = []
     for checkpointing in (False, True):

@@ -281,9 +281,34 @@ def test_a_method_without_checkpoints_that_is_stopped_has_not_failed(tmp_path):
     queue = reproduce.Queue([job], tmp_path, pack=1, say=said.append, stopped="it was asked to")
     queue._running[subprocess.Popen(["sleep", "60"])] = job
     queue._stop(time.monotonic() + 60)
-    assert said == [f"stopped: {job.label}, which has no checkpoints and begins again"]
+    assert said == [f"stopped: {job.label}, which has no checkpoints and starts over"]
     assert not queue.failed
     assert job.state() == "to do"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_checkpoints(tmp_path, monkeypatch):
+    class Clock:
+        """Ctrl-C whenever the queue waits."""
+
+        monotonic = time.monotonic
+
+        @staticmethod
+        def sleep(seconds):
+            signal.raise_signal(signal.SIGINT)
+
+    made = reproduce.Queue([job(tmp_path)], tmp_path, pack=1, minutes=0.1)
+    deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE)
+    deaf.stdout.readline()  # the trap is set
+    made._running[deaf] = made.jobs.pop()
+    monkeypatch.setattr(reproduce, "time", Clock)
+    try:
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            made.run()
+        assert stopped.type is KeyboardInterrupt, "Interrupted is what is raised after the wait"
+        assert deaf.poll() is None
+    finally:
+        deaf.kill()
+        deaf.communicate()
 
 
 def test_a_failed_run_stops_no_other(tmp_path):

@@ -1,4 +1,7 @@
-"""The attentions that Flow-Attention is compared with, by name, under the calling convention of `flow_attention`."""
+"""The attentions that Flow-Attention is compared with, by name, under the calling convention of `flow_attention`.
+
+Methods that are no attention, such as DTW or AWAC, are in `flowformer.train.methods`.
+"""
 
 from .bigbird import BigBirdAttention
 from .cosformer import CosformerAttention

@@ -1,4 +1,4 @@
-"""Moved to `flowformer.train.methods`, since the policies are no attentions; the old imports still work."""
+"""Deprecation shim, no code: AWAC, behaviour cloning and the Decision Transformer are in `flowformer.train.methods`."""
 
 from .._utils import moved
 

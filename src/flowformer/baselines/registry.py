@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +48,15 @@ class Mechanism(nn.Module):
     ) -> Tensor:
         return self._checked(self.attend, query, key, value, is_causal, query_mask, key_mask)
 
-    def weigh(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool = False,
-        query_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        """The attention matrix times the values, before any step that is not linear in the values."""
-        return self._checked(self.weighted, query, key, value, is_causal, query_mask, key_mask)
+    def weigh(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """The attention matrix times the values, before any step that is not linear in the values.
 
-    def _checked(self, attend, query, key, value, is_causal, query_mask, key_mask) -> Tensor:
+        Args: as of `forward`.
+        """
+        return self._checked(self.weighted, query, key, value, **options)
+
+    def _checked(self, attend, query, key, value, is_causal: bool = False, query_mask=None, key_mask=None) -> Tensor:
+        """What `attend` gives for inputs that this mechanism can take; raises on others."""
         query, key, value = attention_inputs(query, key, value, enable_gqa=False)
         attention_masks(query, key, query_mask, key_mask)
         if is_causal:

@@ -1,4 +1,4 @@
-"""Moved to `flowformer.train.methods`, since the TCN is no attention; the old imports still work."""
+"""Deprecation shim, no code: the TCN is `flowformer.train.methods.tcn`."""
 
 from .._utils import moved
 

@@ -1,4 +1,4 @@
-"""Moved to `flowformer.train.methods`, since these classifiers are no attentions; the old imports still work."""
+"""Deprecation shim, no code: DTW, Rocket, XGBoost, LSTM and TCN are in `train/methods`, by name in `classifiers.py`."""
 
 from .._utils import moved
 

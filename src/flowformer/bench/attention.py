@@ -371,7 +371,10 @@ def parse(arguments: list[str] | None = None):
     parser.add_argument("--limit", type=float, default=10, help="seconds; what takes more for one run is left out")
     parser.add_argument("--memory", type=float, default=16, help="GiB; what would need more is left out")
     parser.add_argument("--csv", type=Path, help="where to write the table")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}.")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> list[AttentionTiming]:

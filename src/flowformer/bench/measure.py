@@ -97,7 +97,9 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def percentiles(times: list[float]) -> tuple[float, float, float]:
-    """The median, the 20th and the 80th percentile."""
+    """The median, the 20th and the 80th percentile; of a single time, that time thrice."""
+    if len(times) == 1:  # an error in `statistics` before Python 3.13
+        return times[0], times[0], times[0]
     fifths = statistics.quantiles(times, n=5, method="inclusive")
     return statistics.median(times), fifths[0], fifths[-1]
 

@@ -79,7 +79,7 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
             except _USER_ERRORS as error:
                 if _debug:
                     raise
-                errors.print(f"[red]error:[/red] {escape(_advice(error))}", soft_wrap=True, markup=True)
+                errors.print(f"[red]error:[/red] {escape(advice(error))}", soft_wrap=True, markup=True)
                 raise typer.Exit(1) from error
 
         application.command(name, **settings)(run)
@@ -88,7 +88,7 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
     return decorate
 
 
-def _advice(error: Exception) -> str:
+def advice(error: Exception) -> str:
     """An error of the library in the words of the command line."""
     text = f"{error}. {_INSTALL}" if isinstance(error, ModuleNotFoundError) else str(error)
     for python, here in _ADVICE.items():

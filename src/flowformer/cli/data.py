@@ -71,7 +71,7 @@ def data_prepare(
     ] = None,
     data: DataDir = None,
 ) -> None:
-    """Generate a data set that is made rather than collected; a stopped generation goes on where it was."""
+    """Generate a synthetic data set. If it is interrupted, the same command continues."""
     from .. import data as sets
 
     options = {}

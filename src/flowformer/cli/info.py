@@ -15,7 +15,7 @@ from .app import Json, app, command, console
 
 @command(app, "recipes")
 def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="Show everything of this one.")] = None, as_json: Json = False
+    name: Annotated[str | None, typer.Argument(help="Show all keys of this recipe.")] = None, as_json: Json = False
 ) -> None:
     """List the recipes, or show one: what it does, and every key that an override may set."""
     from ..train import recipes
@@ -45,7 +45,7 @@ def list_recipes(
 
 @command(app, "env")
 def env(as_json: Json = False) -> None:
-    """Say what is installed and what the attention would run on; put this into a report of a problem."""
+    """Show versions and hardware, for bug reports."""
     import torch
 
     from .. import __version__

@@ -18,28 +18,29 @@ from .app import Json, app, command, console, errors
 @command(app, "linearize")
 def linearize(
     model: Annotated[str, typer.Argument(help="A folder or name of transformers, or a GGUF file.")],
-    text: Annotated[list[Path], typer.Option(help="A file to learn from; may be given several times.")],
+    text: Annotated[list[Path], typer.Option(help="A text file to train on. Repeatable.")],
     out: Annotated[Path, typer.Option(help="The folder of the run; the model is saved in its folder model.")],
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Of LinearizeConfig, such as window=64 keep_layers=[0,4]."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="How long to learn; default is until all tokens are read.")
+        float | None, typer.Option(help="How long to train; default is until the tokens of both stages are read.")
     ] = None,
     evaluate: Annotated[
-        list[Path] | None, typer.Option("--eval", help="A file to compare teacher and student on after each stage.")
+        list[Path] | None,
+        typer.Option("--eval", help="A text file to compare teacher and student on after each stage. Repeatable."),
     ] = None,
     encoder: Annotated[
-        bool, typer.Option("--encoder", help="Load an encoder of text, or any model without its head.")
+        bool, typer.Option("--encoder", help="The model is an encoder: load it without a language-model head.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in the folder.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Give a pretrained model Flow-Attention, and have it learn from what it was.
+    """Replace the softmax attention of a pretrained model by Flow-Attention, and train it to match the original.
 
     A file is one document for a decoder; for an encoder each of its lines is one. Ctrl-C leaves a checkpoint; the same
-    command with --resume goes on from it. For several GPUs run
+    command with --resume continues from it. For several GPUs run
     [bold]accelerate launch -m flowformer.cli linearize …[/bold].
     """
     from ..linearize import LinearizeConfig
@@ -63,7 +64,7 @@ def linearize(
                 report=report,
             )
     except Interrupted as stopped:
-        errors.print(f"{stopped} To go on: the same command with --resume.")
+        errors.print(f"{stopped} Run the same command with --resume to continue.")
         raise typer.Exit(130) from stopped
     student.save_pretrained(out / "model")
     if as_json:

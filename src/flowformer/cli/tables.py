@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .app import STARTED, DataDir, Json, app, command, console, errors
+from .app import STARTED, DataDir, Json, advice, app, command, console, errors
 
 if TYPE_CHECKING:
     from ..train.reproduce import Job
+    from ..train.results import Row
 
 
 @command(app, "reproduce")
@@ -25,21 +26,22 @@ def reproduce(
         typer.Argument(metavar="[KEY=VALUE]...", help="For every recipe, such as precision=tf32; results say so."),
     ] = None,
     cells: Annotated[
-        list[str] | None, typer.Option(help="Only cells of such names: '*JapaneseVowels*', 'lra/text/*'. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Only cells whose name matches, as '*JapaneseVowels*' or 'lra/text/*'. Repeatable."),
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a cell; default as many as the table says.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop before they are over, every unfinished run with a checkpoint.")
+        float | None, typer.Option(help="Stop within so many minutes; unfinished runs leave checkpoints.")
     ] = None,
     pack: Annotated[
-        int | None, typer.Option(min=1, help="Runs side by side; default eight, or as many as the cores can feed.")
+        int | None, typer.Option(min=1, help="Runs at the same time; default eight, fewer on few cores.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of the queue, which machines may share.")] = Path(
         "runs/reproduce"
     ),
     known: Annotated[
         list[Path] | None,
-        typer.Option(help="A results.csv whose runs need not run again; the tables have them as well. Repeatable."),
+        typer.Option(help="A results.csv; its runs are not run again, but are in the tables. Repeatable."),
     ] = None,
     data: DataDir = None,
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
@@ -74,7 +76,7 @@ def reproduce(
     finally:
         rows = results.collect([out, *(known or ())])
         if rows:
-            figures = results.draw_figures(rows, out / "figures", data)
+            figures = _draw_figures(rows, out / "figures", data)
             speeds = out / "speed" / queue.SPEED
             if speeds.exists():
                 figures |= results.draw_speeds(speeds, out / "figures")
@@ -84,9 +86,19 @@ def reproduce(
         say(f"Written: {', '.join(map(str, written))}")
     left = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None:
-        say(f"{len(left)} runs are left: {running.stopped}. The same command goes on.")
+        say(f"{len(left)} runs are left: {running.stopped}. Run the same command to resume.")
     if running.failed:
-        raise ValueError(f"{len(running.failed)} runs failed; the same command tries again.")
+        raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
+
+
+def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
+    """The figures by their captions; says which are left out, and what data they need."""
+    from ..train.results import draw_figures
+
+    figures, left_out = draw_figures(rows, folder, data)
+    for caption, error in left_out.items():
+        errors.print(f"A figure is left out, {caption}: {advice(error)}", soft_wrap=True, highlight=False)
+    return figures
 
 
 def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
@@ -127,7 +139,7 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
         listed.add_row(*row)
     console.print(listed, crop=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
-    console.print(f"{left:.0f} minutes on an H200 are to do, eight side by side in {left / 8:.0f}.")
+    console.print(f"About {left:.0f} minutes are left on an H200, or {left / 8:.0f} with eight runs at the same time.")
 
 
 @command(app, "results")
@@ -147,14 +159,14 @@ def results(
     says so, and is not compared with the paper.
     """
     from ..train import summary
-    from ..train.results import collect, draw_figures
+    from ..train.results import collect
 
     sources = runs or [Path("runs")]
     rows = collect(sources)
     if not rows:
         raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
     if out is not None:
-        written = summary.write(rows, out, draw_figures(rows, out / "figures", data))
+        written = summary.write(rows, out, _draw_figures(rows, out / "figures", data))
         errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
     print(json.dumps(rows) if as_json else summary.markdown(rows))
 

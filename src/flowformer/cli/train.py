@@ -22,8 +22,8 @@ def demo(
 ) -> None:
     """Train the paper's time-series Flowformer on JapaneseVowels, and softmax attention beside it, in a few minutes.
 
-    640 recordings of nine speakers, which come with aeon: nothing is downloaded. The schedule has 8 of the
-    paper's 100 epochs; [bold]flowformer train uea/JapaneseVowels[/bold] has them all.
+    640 recordings of nine speakers, which come with aeon: nothing is downloaded. It trains for 8 epochs, the
+    paper for 100, as [bold]flowformer train uea/JapaneseVowels[/bold] does.
     """
     from ..train import demo as runs
     from ..train.paper import paper_score
@@ -46,7 +46,7 @@ def demo(
         scores = (f"{100 * result[which]['accuracy']:.1f} %" for which in ("final", "best"))
         table.add_row(name, *scores, "" if published is None else f"{published} %")
     console.print(table)
-    console.print("The paper trains for 100 epochs, these are 8, and reports the best epoch.")
+    console.print("The paper trains for 100 epochs, the demo for 8. The paper reports the best epoch.")
     console.print(
         f"Checkpoints, configs and metrics: {folder}. Competition over time: {folder / runs.FIGURE}", soft_wrap=True
     )
@@ -61,7 +61,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The folder of the run; default runs/<recipe>/<config>.")] = None,
     data: DataDir = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
     as_published: Annotated[
         bool, typer.Option("--as-published", help="Do what the paper's code does, defects included.")
@@ -70,7 +70,7 @@ def train(
 ) -> None:
     """Train a recipe.
 
-    Ctrl-C leaves a checkpoint; the same command with --resume goes on from it, bit for bit. For several GPUs, run
+    Ctrl-C leaves a checkpoint; the same command with --resume continues from it, bit for bit. For several GPUs, run
     [bold]torchrun --nproc-per-node 4 -m flowformer.cli train …[/bold] or [bold]accelerate launch[/bold]; with
     parallel=fsdp each holds a shard of the model, with parallel=context a part of each sequence.
     """
@@ -85,7 +85,7 @@ def train(
         with progress(as_json) as reporter:
             result = loop.train(config, folder, data_dir=data, resume=resume, report=reporter(config.model.attention))
     except loop.Interrupted as stopped:
-        errors.print(f"{stopped} To go on: the same command with --resume.")
+        errors.print(f"{stopped} Run the same command with --resume to continue.")
         raise typer.Exit(130) from stopped
     if not is_main():
         return
@@ -104,12 +104,12 @@ def fit(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Such as n_kernels=1000, steps=1000 or best=0.1."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The folder of the run; default runs/<recipe>/<config>.")] = None,
     data: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Fit a method that is no attention on the data of a recipe: classical, recurrent, or of reinforcement learning.
+    """Fit a method without attention, such as DTW, an LSTM or AWAC, on the data of a recipe.
 
     It is recorded like a run of [bold]flowformer train[/bold], which trains the attentions:
     [bold]flowformer results[/bold] shows both.
@@ -131,7 +131,7 @@ def fit(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     model: Annotated[str, typer.Option(help="Which of its models: final or best.")] = "final",
-    split: Annotated[str, typer.Option(help="On what: test or valid.")] = "test",
+    split: Annotated[str, typer.Option(help="The split to evaluate on: test or valid.")] = "test",
     data: DataDir = None,
     as_json: Json = False,
 ) -> None:

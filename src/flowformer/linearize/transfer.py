@@ -128,21 +128,15 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
 
 
 def transfer_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """The softmax attention of the teacher; the layer's heads learn its result from the same queries, keys and values.
 
-    Their gradient is taken here, so that the graph of one layer at a time is in memory.
+    Their gradient is taken here, so that the graph of one layer at a time is in memory. Arguments are those of
+    `flow_attention_forward`; the teacher has no dropout.
     """
-    tokens, softcap = tokens_of(module, query, key, attention_mask, is_causal, None, kwargs), kwargs.get("softcap")
+    scaling, softcap = options.get("scaling"), options.get("softcap")
+    tokens = tokens_of(module, query, key, attention_mask, options.get("is_causal"), None, options)
     taught = softmax_attention(query, key, value, tokens, scaling, softcap)
     heads = getattr(module, "flow", None)
     if isinstance(heads, FlowHeads):
@@ -426,13 +420,15 @@ class _Run:
             yield
             return
         model = self.student.model
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renamed these methods, and warns where the old names are called
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
         for module in model.modules():
             module.training = hasattr(module, "gradient_checkpointing")
         try:
             yield
         finally:
-            model.gradient_checkpointing_disable()
+            getattr(model, f"{kind}_checkpointing_disable")()
             model.eval()
 
     def _errors(self, step: int) -> list[float]:

@@ -1,7 +1,7 @@
 """Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically.
 
-Parameters and optimiser are written by torch.distributed.checkpoint, each rank its share, so that a run may go on with
-another number of processes, sharded otherwise or not at all.
+Parameters and optimiser are written by torch.distributed.checkpoint, each rank its shard, so that a run can be resumed
+with another number of processes, with or without sharding.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ def _state(objective: nn.Module, optimiser: AcceleratedOptimizer) -> dict[str, A
     model, optimiser_state = get_state_dict(objective, optimiser.optimizer)
     groups: Any = optimiser_state["param_groups"]
     for group in groups:
-        # updates captured as CUDA graphs have it on the device, but not before the first one
+        # with CUDA graphs the rate is a tensor on the device, but a number before the first update
         group["lr"] = float(group["lr"])
     return {"model": model, "optimiser": optimiser_state}
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's warning that a single process saves for itself alone."""
+    """Suppress torch's warning that a single process saves without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -49,7 +49,7 @@ class Claim:
             owner = _alive(file, folder)
             if owner is not None and not _is_for_us(owner):
                 raise FolderInUseError(
-                    f"{folder} is in use by process {owner['pid']} on {owner['host']}, which was there "
+                    f"{folder} is in use by process {owner['pid']} on {owner['host']}, whose last heartbeat was "
                     f"{owner['silent']:.0f} s ago. Wait for it, stop it, or choose another folder."
                 )
             _write(file, {"token": self._token, "pid": os.getpid(), **_machine()})

@@ -43,17 +43,17 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def without_gpu() -> bool:
-    """What accelerate is told as `cpu`: by itself, without a GPU, it takes each process of torchrun for a run alone."""
+    """The argument `cpu` of Accelerator, which by itself ignores the ranks of torchrun where there is no GPU."""
     return not torch.accelerator.is_available()
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this process has of a batch: some of its examples, and where sequences are cut, a part of each.
+    """The part of a batch that this rank computes: some of the examples and, with context parallelism, a part of each.
 
     Args:
-        rank, size: of the processes that share the examples.
-        context: the processes that share each sequence; None is whole sequences.
+        rank, size: among the ranks that share the examples (data parallelism).
+        context: the ranks that share each sequence; None is whole sequences.
     """
 
     rank: int
@@ -62,12 +62,12 @@ class Share:
 
     @property
     def counts(self) -> bool:
-        """Whether this process counts its examples: of those that share sequences, the first does."""
+        """Whether this rank counts its examples in sums: of the ranks that share a sequence, only the first does."""
         return self.context is None or self.context.get_local_rank() == 0
 
 
 def build_share(config: TrainConfig, accelerator: Accelerator) -> Share:
-    """Processes that share a sequence follow one another, so that on several machines they are neighbours."""
+    """The share of this rank. Ranks of one sequence are consecutive, so that they are on one machine if they fit."""
     processes = accelerator.num_processes
     size = config.context_parallel_size or (processes if config.parallel == "context" else 1)
     if processes % size:

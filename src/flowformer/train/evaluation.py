@@ -47,7 +47,7 @@ def evaluate(
     batches = [
         range(first, min(first + size, dataset_size(dataset))) for first in range(0, dataset_size(dataset), size)
     ]
-    # a sharded model needs every rank in each forward pass: one without examples of its own repeats one, uncounted
+    # FSDP needs every rank in each forward pass: a rank without examples evaluates one that is not counted
     shares = [list(batch[share.rank :: share.size]) or [batch[0]] for batch in batches]
     if resident.applies(dataset, config, accelerator.device):
         loader = resident.batches(dataset, enumerate(shares), length, accelerator.device)

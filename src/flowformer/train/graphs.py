@@ -1,7 +1,8 @@
 """Updates as CUDA graphs: one launch for a whole update instead of one for each kernel.
 
-A small model leaves the GPU idle while the host launches its kernels. The update of a batch whose layout came often
-enough is captured, and replayed from then on: the same kernels in the same order with the same random numbers.
+A small model leaves the GPU idle while the host launches its kernels. After `EAGER_UPDATES` batches of a layout (names,
+shapes, dtypes), the next update is captured and then replayed: the same kernels in the same order, with the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..models.classifier import SequenceEncoder
 from ..models.timeseries import FlowformerTimeSeries
 from .tasks import Batch
 
-EAGER_UPDATES = 8  # of a layout before its capture: Triton compiles during the first, and rare layouts do not pay off
+EAGER_UPDATES = 8  # Triton compiles during the first; for rare layouts a capture does not pay off
 MAX_GRAPHS = 256
 
 
 def fix_shapes(module: nn.Module) -> None:
-    """Lets batches of one layout be computed with the same shapes, which a graph needs."""
+    """Turn off packing, whose shapes depend on the padding: a graph needs fixed shapes."""
     for part in module.modules():
         if isinstance(part, SequenceEncoder | FlowformerTimeSeries):
             part.pack = False
@@ -30,7 +31,7 @@ def fix_shapes(module: nn.Module) -> None:
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    batch: Batch  # whose memory the graph reads
+    batch: Batch  # static inputs: the memory that the graph reads
 
 
 class GraphedUpdates:

@@ -34,7 +34,7 @@ from .optim import build_optimiser
 from .record import PROVENANCE, RunLog, is_main, peak_memory, provenance, write_provenance
 
 CONFIG, RESULT = "config.json", "result.json"
-LAYOUT = ("parallel", "context_parallel_size")  # a run may go on with another
+LAYOUT = ("parallel", "context_parallel_size")  # may change when a run is resumed
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -327,7 +327,7 @@ class Trainer:
         model = type(self._unwrapped().model).from_pretrained(self.folder / name)
         state = tasks.Objective(model, self.task, self.config).state_dict()
         if self.accelerator.is_fsdp2:
-            self.objective.reshard()  # parameters outside the layers stay gathered after an evaluation
+            self.objective.reshard()  # FSDP2 leaves the root's parameters unsharded after a forward pass alone
         set_model_state_dict(self._unwrapped(), state, options=StateDictOptions(full_state_dict=True))
 
     def _unwrapped(self) -> tasks.Objective:

@@ -8,7 +8,7 @@ from .recipes import PUBLISHED
 
 Figure = Literal["score", "deviation", "top5", "parameters", "flops"]
 
-# the names of attentions here, in the order of the columns below
+# the tasks of the columns below; rows have the names of our attentions
 _LRA = ["listops", "text", "retrieval", "image", "pathfinder"]
 _LRA_SCORES = {
     "local": (15.82, 52.98, 53.39, 41.46, 66.63),
@@ -134,7 +134,7 @@ _SIZED = {
 }
 _SIZED_FIGURES: tuple[Figure, ...] = ("score", "top5", "parameters", "flops")
 
-# the averages as printed; that of Sinkhorn, and of Longformer and Performer in UEA, are not those of their rows
+# as printed; for Sinkhorn, and in UEA for Longformer and Performer, that is not the mean of the row
 _AVERAGES = {
     "lra": {
         "local": 46.06,

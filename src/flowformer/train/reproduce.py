@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
@@ -28,7 +28,7 @@ import torch
 from .. import data
 from .._utils import check_positive, write_atomically
 from . import checkpoints, claims, tables
-from .loop import RESULT, Interrupted
+from .loop import RESULT, Interrupted, stop_requests
 from .methods.fit import METHODS
 from .tables import Cell
 
@@ -60,8 +60,8 @@ class Job:
         command: after `flowformer`.
         done: the file that says that it is finished.
         alone: whether no other job may run at the same time, as for a benchmark.
-        blocked: "missing data" or "missing package", and which; None is ready.
-        is_known: whether its result is there without its folder.
+        blocked: what is missing, a package or data, in words; None is ready to run.
+        is_known: whether a table of results has it already, so that it need not run.
     """
 
     name: str
@@ -173,7 +173,7 @@ def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: P
 
 
 def _missing_package(*needing: str) -> str | None:
-    """Which packages keep a task, a data set or a method from running."""
+    """The packages that a task, a data set or a method needs and that are not installed, in words."""
     packages = dict.fromkeys(package for name in needing for package in _PACKAGES.get(name, ()))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"missing package: {', '.join(missing)}" if missing else None
@@ -181,7 +181,7 @@ def _missing_package(*needing: str) -> str | None:
 
 @cache
 def _missing_data(name: str, options: str, data_dir: Path | None) -> str | None:
-    """Which data keep runs from running; the options of the data are JSON, since a cache needs hashable arguments."""
+    """The data that is not there, in words; its options are JSON, since a cache needs hashable arguments."""
     source = data.missing(name, data_dir, **json.loads(options))
     return None if source is None else f"missing data: {source.name}"
 
@@ -221,7 +221,11 @@ class Queue:
             raise ValueError(f"minutes must be more than 0, got {self.minutes}.")
 
     def run(self) -> None:
-        """Run all jobs. After Ctrl-C or SIGTERM, waits for the checkpoints of running jobs and raises `Interrupted`."""
+        """Run all jobs.
+
+        After Ctrl-C or SIGTERM, waits for the checkpoints of running jobs and raises `Interrupted`. A second Ctrl-C
+        ends the wait; the jobs still write their checkpoints.
+        """
         begun = time.monotonic() if self.begun is None else self.begun
         limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
         # jobs finish their current update or evaluation before they write a checkpoint
@@ -231,7 +235,7 @@ class Queue:
                 _free(job)
         waiting = deque(job for job in self.jobs if job.blocked is None and not job.is_done)
         self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
-        with _interrupts() as interrupted:
+        with stop_requests() as interrupted:
             try:
                 while waiting or self._running:
                     self._reap(waiting)
@@ -243,7 +247,7 @@ class Queue:
             finally:
                 self._stop(limit)
         if interrupted():
-            raise Interrupted("stopped; the same command goes on.")
+            raise Interrupted("stopped; run the same command to resume.")
 
     def _reason_to_stop(self, interrupted: Callable[[], bool], stop_at: float) -> str | None:
         if interrupted():
@@ -279,7 +283,7 @@ class Queue:
         if not others:
             self.stopped = f"the {self.minutes:g} minutes are nearly over"
             return False
-        # claims of this machine, and those that expire, are free soon; other machines may take hours
+        # wait for claims of this machine and for those about to expire; another machine may take hours
         soon = [owner for _, owner in others if owner["here"] or owner["silent"] > 3 * claims.HEARTBEAT]
         if others and not soon:
             hosts = ", ".join(sorted({owner["host"] for _, owner in others}))
@@ -292,7 +296,7 @@ class Queue:
             claims.unreserve(job.folder)
             raise OSError(
                 f"the disk of {self.out} has {free / 2**20:.0f} MiB left, too little for checkpoints. Free some space; "
-                "the same command goes on, and nothing that was finished is lost."
+                "then run the same command to resume: nothing that was finished is lost."
             )
         (job.folder / ERROR).unlink(missing_ok=True)
         threads = str(max(1, cores() // self.pack))
@@ -324,7 +328,7 @@ class Queue:
             elif code == 130:
                 self.say(f"stopped: {job.label}, with a checkpoint")
             elif self.stopped is not None and code == -signal.SIGTERM:
-                self.say(f"stopped: {job.label}, which has no checkpoints and begins again")
+                self.say(f"stopped: {job.label}, which has no checkpoints and starts over")
             elif claims.owner(job.folder) is not None:
                 waiting.append(job)
             else:
@@ -344,7 +348,7 @@ class Queue:
             process.kill()
             process.wait()
             claims.unreserve(job.folder)
-            self.say(f"ended: {job.label}, which goes on from the checkpoint before")
+            self.say(f"killed: {job.label}, which wrote no checkpoint in time and resumes from the one before")
         self._running.clear()
 
 
@@ -370,18 +374,3 @@ def _message(log: Path, code: int) -> str:
             return line.removeprefix("error:").strip()
     ended = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
     return f"{ended}; {lines[-1] if lines else 'it said nothing'} (all of it is in {log})"
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM become a request to stop, which the returned function tells."""
-    asked: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: asked.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,7 +16,7 @@ from ..data.splits import MASKS, Columns, FlatSequences
 from .config import TrainConfig
 from .tasks import Batch
 
-MAX_BYTES = 4 * 2**30  # of a dataset, to leave the memory of a GPU to the model
+MAX_BYTES = 4 * 2**30  # of a dataset: the rest of the GPU's memory is for the model
 
 
 class DeviceColumn:
@@ -71,7 +71,7 @@ def applies(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool
 
 
 def fits(dataset: Dataset) -> bool:
-    """Whether a dataset is its columns alone, unchanged when read, and small enough."""
+    """Whether items are read from columns without augmentation, and the columns take at most MAX_BYTES."""
     return (
         type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= MAX_BYTES
     )

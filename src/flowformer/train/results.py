@@ -312,18 +312,22 @@ def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tupl
     return titles, (images, (images - low) / (high - low))
 
 
-def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = None) -> dict[str, Path]:
+def draw_figures(
+    rows: list[Row], folder: Path, data_dir: str | Path | None = None
+) -> tuple[dict[str, Path], dict[str, Exception]]:
     """The maps of the first Flow-Attention run of each data set, by their captions; what is drawn already stays.
 
     Args:
         rows: of `collect`; runs without a model, as they come back from another machine, are left out.
         folder: for the images.
 
-    Returns: nothing where matplotlib is not installed.
+    Returns: the figures, none where matplotlib is not installed, and by their captions the errors of those whose data
+    is missing or damaged.
     """
     figures: dict[str, Path] = {}
+    left_out: dict[str, Exception] = {}
     if importlib.util.find_spec("matplotlib") is None:
-        return figures
+        return figures, left_out
     for row in rows:
         run = Path(row["folder"])
         drawable = (
@@ -334,13 +338,17 @@ def draw_figures(rows: list[Row], folder: Path, data_dir: str | Path | None = No
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
         path = folder / f"{run.parent.name}-{run.name}.png"
-        if caption in figures:
+        if caption in figures or caption in left_out:
             continue
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
+            try:
+                draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
+            except (data.MissingDataError, data.DamagedDataError) as error:
+                left_out[caption] = error
+                continue
         figures[caption] = path
-    return figures
+    return figures, left_out
 
 
 def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:

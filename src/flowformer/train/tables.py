@@ -43,7 +43,7 @@ class Column:
     Args:
         label: as the paper prints it.
         recipe: its name.
-        minutes: that a run takes on one H200 with seven others beside it, roughly.
+        minutes: roughly what a run takes on an H200 that eight runs share.
         overrides: of the recipe.
         stands_in: whether it replaces data that are not available; it is not compared with the paper, nor averaged.
     """

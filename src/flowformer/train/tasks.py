@@ -106,7 +106,7 @@ class Task:
         raise NotImplementedError
 
     def part(self, batch: Batch, rank: int, size: int) -> Batch:
-        """The tokens of a rank, of a batch whose sequences are cut over so many."""
+        """The tokens of rank `rank`, of a batch whose sequences are cut over `size` ranks."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any] | None:
@@ -263,7 +263,7 @@ class Decision(Task):
 
     def check_data(self, splits: Splits) -> None:
         super().check_data(splits)
-        if splits.info.environment:  # what it lacks is said before the updates, not at the first evaluation
+        if splits.info.environment:  # a missing package raises here, not at the first evaluation
             environments(splits.info.environment, 1).close()
 
     def arguments(self, batch: Batch) -> list[Tensor | None]:
@@ -314,7 +314,7 @@ class Decision(Task):
 
 
 def environments(name: str, episodes: int) -> Any:
-    """Vector environments to play so many episodes in."""
+    """Vector environments, at most ten, to play this many episodes in."""
     gymnasium = optional_import("gymnasium", "rl")
     with warnings.catch_warnings():
         # v4 is out of date, and is what D4RL's data was recorded in

@@ -53,12 +53,7 @@ def degeneracies(models: Mapping[str, FlowModel], *inputs: Any, top: float = 0.1
 
 
 def compare_over_images(
-    models: Mapping[str, FlowModel],
-    images: Tensor,
-    shown: Tensor,
-    *,
-    titles: Sequence[str] | None = None,
-    layer: int = -1,
+    models: Mapping[str, FlowModel], images: Tensor, shown: Tensor, *, titles: Sequence[str] = (), layer: int = -1
 ) -> Figure:
     """Images, and beside each what every model gives weight to, each map scaled from its minimum to its maximum.
 
@@ -66,7 +61,7 @@ def compare_over_images(
         models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
         images: (B, 3, Y, X), as the models take them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image.
+        titles: one an image, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
@@ -85,7 +80,7 @@ def compare_over_time(
     series: Tensor,
     mask: Tensor | None = None,
     *,
-    titles: Sequence[str] | None = None,
+    titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
     """Time series, and below each what every model gives weight to, relative to the mean over the steps.
@@ -94,7 +89,7 @@ def compare_over_time(
         models: by the name in the legend.
         series: (B, N, C), a column of panels each.
         mask: (B, N) bool, True = takes part.
-        titles: one a series.
+        titles: one a series, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}
@@ -107,7 +102,7 @@ def compare_over_time(
     for i, column in enumerate(panels.T):
         steps = range(lengths[i])
         column[0].plot(steps, series[i, : lengths[i]].cpu().numpy(), linewidth=0.8, alpha=0.7)
-        column[0].set_title("" if titles is None else titles[i], fontsize=10)
+        column[0].set_title(titles[i] if titles else "", fontsize=10)
         for number, (panel, (name, values)) in enumerate(zip(column[1:], weights.items(), strict=True)):
             row = values[i, : lengths[i]]
             panel.plot(steps, (row / row.mean()).numpy(), color=f"C{number}")

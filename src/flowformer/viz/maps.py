@@ -26,7 +26,7 @@ def over_time(
     series: Tensor,
     mask: Tensor | None = None,
     *,
-    titles: Sequence[str] | None = None,
+    titles: Sequence[str] = (),
     layer: int = -1,
     columns: int = 3,
 ) -> Figure:
@@ -37,7 +37,7 @@ def over_time(
     Args:
         series: (B, N, C), a panel each.
         mask: (B, N) bool, True = takes part.
-        titles: one a panel.
+        titles: one a panel, or none.
         layer: whose maps; the mean over the heads is drawn, and how far the heads are apart.
         columns: panels side by side.
     """
@@ -60,7 +60,7 @@ def over_time(
             continue
         steps = range(int(present[i].sum()))
         above.plot(steps, series[i].cpu()[present[i]].numpy(), linewidth=0.8, alpha=0.7)
-        above.set_title("" if titles is None else titles[i], fontsize=10)
+        above.set_title(titles[i] if titles else "", fontsize=10)
         for axis, name, side, values, scale, colour in (
             (below, "competition", "left", maps.competition[i], scales[0], "tab:red"),
             (below.twinx(), "allocation", "right", maps.allocation[i], scales[1], "tab:blue"),
@@ -88,7 +88,7 @@ def over_images(
     images: Tensor,
     shown: Tensor,
     *,
-    titles: Sequence[str] | None = None,
+    titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
     """Images, and beside each how its patches compete as sources and what they take as sinks.
@@ -96,7 +96,7 @@ def over_images(
     Args:
         images: (B, 3, Y, X), as the model takes them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image.
+        titles: one an image, or none.
         layer: whose maps; the mean over the heads is drawn, on one scale for all images, shown below.
     """
     maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)
@@ -119,14 +119,14 @@ def over_images(
     return figure
 
 
-def image_panels(figure: Figure, shown: Tensor, columns: int, titles: Sequence[str] | None) -> Any:
+def image_panels(figure: Figure, shown: Tensor, columns: int, titles: Sequence[str]) -> Any:
     """A row of panels for each image (B, 3, Y, X), all with the image in them; the title is on the first."""
     panels = figure.subplots(len(shown), columns, squeeze=False)
     for i, row in enumerate(panels):
         for panel in row:
             panel.imshow(shown[i].permute(1, 2, 0).clamp(0, 1).cpu().numpy())
             panel.set_axis_off()
-        row[0].set_title("" if titles is None else titles[i], fontsize=9)
+        row[0].set_title(titles[i] if titles else "", fontsize=9)
     return panels
 
 

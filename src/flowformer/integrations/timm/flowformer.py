@@ -17,6 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from ..._utils import suggestion
 from ...models.base import config_from
 from ...models.vision import (
     DEIT_PRESETS,
@@ -271,6 +272,8 @@ _FIELDS = {
     "proj_drop_rate": "dropout",
     "drop_path_rate": "drop_path",
 }
+# what timm and `_build` take besides; named where an argument is unknown
+_OPTIONS = ("pretrained", "features_only", "out_indices", "global_pool", "drop_rate", "device", "dtype")
 
 
 def _build(
@@ -284,6 +287,13 @@ def _build(
     **changes,
 ) -> _TimmModel:
     """A model of the preset with some fields changed, under timm's names or the config's."""
+    accepted = (*_OPTIONS, *_FIELDS, *vars(preset))
+    for name in changes:
+        if name not in accepted:
+            raise TypeError(
+                f"{model_class.__name__} has no argument {name!r}{suggestion(name, accepted)}; accepted: "
+                f"{', '.join(accepted)}."
+            )
     fields = {_FIELDS.get(name, name): value for name, value in changes.items()}
     if "image_size" in fields:
         fields["image_size"] = _image_size(fields["image_size"])

@@ -275,15 +275,7 @@ def _past(module: nn.Module) -> FlowCacheLayer | None:
     return layer
 
 
-def _check(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    is_causal: bool | None,
-    past: FlowCacheLayer | None,
-    options: dict,
-) -> None:
+def _check(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal, past, options) -> None:
     if is_cross_attention(module):
         raise refuse(type(module), ATTENDS_ELSEWHERE)
     for name in ("position_bias", "s_aux", "indices", "block_indices"):

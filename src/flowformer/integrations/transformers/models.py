@@ -335,7 +335,6 @@ class FlowformerForSequenceClassification(FlowformerPreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
         """The scores of the labels, (B, num_labels).
@@ -343,20 +342,16 @@ class FlowformerForSequenceClassification(FlowformerPreTrainedModel):
         Args:
             attention_mask: (B, N); None is all tokens but config.pad_token_id.
             labels: (B,) classes, or (B, num_labels) numbers or booleans, as config.problem_type says.
-            All others: as for `FlowformerModel`.
+            All others: as for `FlowformerModel`, but no packed sequences, which would share a label.
         """
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            attention_mask = input_ids != self.config.pad_token_id
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-        )
-        x = outputs.last_hidden_state
-        mask = torch.ones(x.shape[:2], device=x.device) if attention_mask is None else attention_mask
-        mask = mask.bool()
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError("got packed sequences, but a row has one label. Pass padded rows with attention_mask.")
+        given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
+        if attention_mask is None and given is not None:
+            pad = self.config.pad_token_id if inputs_embeds is None else None
+            attention_mask = torch.ones_like(given, dtype=torch.bool) if pad is None else given != pad
+        outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, **{**kwargs, "use_cache": False})
+        x, mask = outputs.last_hidden_state, cast(Tensor, attention_mask).bool()
         if self.config.is_causal:
             last = (mask * torch.arange(x.shape[1], device=x.device)).argmax(1)
             pooled = x[torch.arange(len(x), device=x.device), last]

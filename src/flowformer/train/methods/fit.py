@@ -31,7 +31,7 @@ from ..record import RunLog, peak_memory, provenance, write_provenance
 METHODS = {"series": ("dtw", "rocket", "xgboost", "lstm", "tcn"), "decision": ("bc", "awac", "dt")}
 _NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
-# what config.json calls the method; folder names are digests of it, so that earlier runs are found only if it stays
+# the key of the method in config.json; it must not change, since folders are named after a digest of that file
 _KEY = "rival"
 
 
@@ -185,7 +185,7 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
     from .policies import policy
 
     environment = splits.info.environment
-    envs = tasks.environments(environment, config.episodes)  # first: what they lack is said before the updates
+    envs = tasks.environments(environment, config.episodes)  # first, so that a missing package raises before training
     start = time.perf_counter()
 
     def updated(step: int, loss: Tensor) -> None:

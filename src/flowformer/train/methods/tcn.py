@@ -37,7 +37,7 @@ class CausalConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, N) to (B, out_channels, N)."""
         weight = self.length * self.direction / self.direction.norm(dim=(1, 2), keepdim=True)
-        # taps before the first step would see nothing but the zeros of padding: in late layers that is most of them
+        # taps that reach before the first step see only zeros, and in late layers most do: leave them out
         taps = min(weight.shape[-1], -(-x.shape[-1] // self.dilation))
         past = F.pad(x, ((taps - 1) * self.dilation, 0))
         return F.conv1d(past, weight[..., -taps:], self.bias, dilation=self.dilation)
@@ -202,7 +202,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
     @staticmethod
     def _machine(y: np.ndarray, random: np.random.RandomState) -> Any:
         selection, svm = optional_import("sklearn.model_selection", "ts"), optional_import("sklearn.svm", "ts")
-        # what cannot be separated would never come to an end with C = ∞
+        # with C = ∞ the solver does not converge on classes that cannot be separated
         machine = svm.SVC(C=np.inf, max_iter=100_000)
         if len(y) < 50 or np.unique(y, return_counts=True)[1].min() < 5:
             return machine
