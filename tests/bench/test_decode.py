@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_marked(monkeypatch):
     ("arguments", "message"),
     [
         (["--modes", "graph"], "a CPU has no CUDA graphs"),
-        (["--steps", "1"], "at least 2"),
+        (["--steps", "0"], "must be positive"),
         (["--positions", "0"], "must be positive"),
     ],
 )

@@ -221,8 +221,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.vocab, options.steps, *options.batches, *options.positions) < 1:
         parser.error("--vocab, --steps, --batches and --positions must be positive.")
-    if options.steps < 2:
-        parser.error(f"--steps must be at least 2, to have percentiles, got {options.steps}.")
     if options.modes is None:
         options.modes = ["eager", "compiled"] + ["graph"] * (options.device == "cuda")
     if "graph" in options.modes and options.device != "cuda":
