@@ -1,4 +1,4 @@
-"""Text to predict: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
+"""Language modelling: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
 
 A case is {"tokens" (L + 1,)}: token i + 1 is to be predicted from tokens 0 to i. Training cases are whole; the last
 case of a validation or test part may be shorter, so that every token is predicted once.
@@ -115,7 +115,7 @@ def _words(record: DataSet, folder: Path, differs: str, partial: bool, length: i
     ids = {word: index for index, word in enumerate(vocabulary)}
     found, parts = [differs], []
     for part, path in paths.items():
-        # the first word is predicted too, from the end of a line before it
+        # an end of line is prepended, so that the first word is predicted too
         tokens = array("i", [_END])
         for words in _lines(path):
             tokens.extend([ids.get(word, _UNKNOWN) for word in words])
