@@ -51,7 +51,7 @@ class Mechanism(nn.Module):
     def weigh(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """The attention matrix times the values, before any step that is not linear in the values.
 
-        Args: as of `forward`.
+        Args: as for `forward`.
         """
         return self._checked(self.weighted, query, key, value, **options)
 

@@ -43,14 +43,14 @@ def measure(
     truncates: bool = False,
     is_sum: bool = False,
 ) -> Error:
-    """The error of a value beside that of plain PyTorch.
+    """The error of a value, compared with the error of plain PyTorch.
 
     Args:
         factor: FORWARD or GRADIENT.
-        plain: the plain result. Where the inputs are float64 pass that of float32, whose error is scaled: in float64,
+        plain: PyTorch's result. For float64 inputs pass the float32 result, whose error is scaled: in float64,
             plain PyTorch is the oracle itself.
         dtype: of the inputs; one rounding to it is allowed.
-        whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
+        whole: the norm that rounding errors of sums are relative to; None is the norm of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
         truncates: the value was rounded toward zero, with twice the error of rounding to nearest.
         is_sum: a gradient of the scalars of a state, to which every number of every token contributes.

@@ -1,6 +1,6 @@
 """The calls that the fuzzer makes: what a case is, and how cases are drawn.
 
-What kernels are compiled for (dtype, widths, which masks there are …) is drawn as a configuration; lengths, values and
+Properties that kernels are compiled for (dtype, widths, masks …) are drawn as a configuration; lengths, values and
 everything else are drawn for each case of it, so that many cases share a compilation.
 """
 
@@ -49,7 +49,7 @@ class Case:
     scale: float | None = None
     variant: dict[str, Any] = field(default_factory=dict)  # fields of FlowVariant that differ from the default
     powers: bool = False  # for renormalised variants; their gradient is taken if any gradient is
-    gradients: str = "qkv"  # of which inputs: query, key, value, state; with an e, from the end state, too
+    gradients: str = "qkv"  # inputs that get one: query, key, value, state; with e, the loss uses the end state too
     autocast: str | None = None  # "same": of inputs that are in its dtype; "mixed": of a float32 query beside them
     seed: int = 0
 

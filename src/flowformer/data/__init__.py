@@ -72,7 +72,7 @@ def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options
     """Where to get a data set whose files are missing; None if they exist. No file is read.
 
     Args:
-        name, data_dir, options: as of `load`.
+        name, data_dir, options: see `load`.
     """
     record, folder = find(name), store.root(data_dir)
     return None if record.missing(folder, **options) is None else record.source.located(folder)
@@ -84,7 +84,7 @@ def prepare(
     """Generates a synthetic data set: "lra/listops" or "lra/pathfinder".
 
     Args:
-        name, data_dir: as of `load`.
+        name, data_dir: see `load`.
         progress: called with the number of finished parts and of all parts.
         options: options of `listops.generate` or `pathfinder.generate`.
     """

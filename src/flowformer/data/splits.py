@@ -110,7 +110,7 @@ def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> di
     """Stacks items into a batch; tokens, series and pairs are padded at the end with zeros.
 
     A padded key brings a mask (B, N) bool, True = takes part: "mask" for tokens and series, "first_mask" and
-    "second_mask" for pairs. Where nothing was padded there is no mask: without one, everything takes part.
+    "second_mask" for pairs. A batch without padding has no mask.
 
     Args:
         length: pad at least to this length, as the paper's code does; None pads to the longest of the batch.

@@ -61,7 +61,7 @@ def compare_over_images(
         models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
         images: (B, 3, Y, X), as the models take them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image, or none.
+        titles: one per image, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
@@ -89,7 +89,7 @@ def compare_over_time(
         models: by the name in the legend.
         series: (B, N, C), a column of panels each.
         mask: (B, N) bool, True = takes part.
-        titles: one a series, or none.
+        titles: one per series, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}

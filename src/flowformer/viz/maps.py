@@ -37,7 +37,7 @@ def over_time(
     Args:
         series: (B, N, C), a panel each.
         mask: (B, N) bool, True = takes part.
-        titles: one a panel, or none.
+        titles: one per panel, or none.
         layer: whose maps; the mean over the heads is drawn, and how far the heads are apart.
         columns: panels side by side.
     """
@@ -96,7 +96,7 @@ def over_images(
     Args:
         images: (B, 3, Y, X), as the model takes them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image, or none.
+        titles: one per image, or none.
         layer: whose maps; the mean over the heads is drawn, on one scale for all images, shown below.
     """
     maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)

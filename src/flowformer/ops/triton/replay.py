@@ -43,7 +43,7 @@ def program(kernels: Sequence[Any], compiled: Sequence[Any], device: int) -> Cal
     """
     if module() is None:
         return None
-    # the driver refuses an empty grid, as of a packed batch without sequences
+    # the driver refuses an empty grid, which a packed batch without sequences has
     launched = [(kernel, each) for kernel, each in zip(kernels, compiled, strict=True) if all(kernel.grid)]
     described = [describe(kernel, each) for kernel, each in launched]
     if None in described:

@@ -111,5 +111,5 @@ def add_eps(vector, columns, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_memory(p_memory, d, e, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of S, or of its transpose, split for a product; d and e are indices, one a column and the other a row."""
+    """A tile of S or its transpose, split for a product; of the indices d and e, one is a column and one a row."""
     return split(tl.load(p_memory + d * E + e, mask=(d < D) & (e < E), other=0.0), PRECISION)

@@ -101,7 +101,7 @@ class BidirectionalPlan(Plan):
 
     Args:
         tensors: the signatures of query, key, value and result, or in a backward pass of query, key, value, the
-            gradient of the result and those of query, key and value; then of both masks, both bounds and the powers.
+            gradient of the result and the gradients of query, key, value; then of both masks, both bounds, the powers.
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.

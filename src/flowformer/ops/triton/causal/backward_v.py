@@ -188,7 +188,7 @@ def value_gradient_kernel(
     COMPETES: tl.constexpr = RENORMALIZE and COMPETITION != "none"
     if COMPETES:
         columns, no_features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-        # each tile of E adds its part of d(Σ c k); the first tile also adds that of the last state
+        # each tile of E adds its part of d(Σ c k); the first tile also adds the part from the last state
         competing_sum = load_vector(p_grad_sums, row * 5 + COMPETING_SUM, columns, D) * tl.where(tile == 0, 1.0, 0.0)
         if SPLIT:
             p_competing += tile * tl.num_programs(0).to(tl.int64) * segments * D

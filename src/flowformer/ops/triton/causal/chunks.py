@@ -131,7 +131,7 @@ def load_features(
 
 @triton.jit
 def load_vector(p_x, index, columns, WIDTH: tl.constexpr):
-    """Row `index` of x (..., WIDTH), 0 if there is no x."""
+    """Row `index` of x (..., WIDTH); 0 if x is None."""
     vector = tl.zeros(columns.shape, tl.float32)
     if p_x is not None:
         vector += tl.load(p_x + index * WIDTH + columns, mask=columns < WIDTH, other=0.0)
@@ -188,7 +188,7 @@ def materialize(x):
 
 @triton.jit
 def triangle(C: tl.constexpr, UPPER: tl.constexpr):
-    """All bits set where the token of the column came no later than that of the row, or no earlier if UPPER."""
+    """All bits set where the column's token is not later than the row's token; if UPPER, not earlier."""
     tokens = tl.arange(0, C)
     seen = tokens[:, None] <= tokens[None, :] if UPPER else tokens[:, None] >= tokens[None, :]
     return tl.where(seen, -1, 0).to(tl.int16)

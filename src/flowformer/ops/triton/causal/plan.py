@@ -187,7 +187,7 @@ class CausalPlan(Plan):
         end: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        """The kernels of a forward pass, of its inputs and what it allocates."""
+        """The kernels of a forward pass, from its inputs and the buffers it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         end_sums, end_memory, end_scalars = end.split(self.state)
         config, kinds = self.config, self.split | self.keep
@@ -272,7 +272,7 @@ class CausalPlan(Plan):
         start: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        """The kernels of a backward pass, of its inputs and what it allocates."""
+        """The kernels of a backward pass, from its inputs and the buffers it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         start_sums, start_memory, start_scalars, *grad_powers = start.split(self.start)
         grad_sums, grad_memory, grad_scalars = (None, None, None) if grad_end is None else grad_end.split(self.state)
