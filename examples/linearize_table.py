@@ -1,9 +1,9 @@
-"""Which exchange keeps most of a pretrained model? `flowformer linearize` for each row of a table, on the same text.
+"""Compare options of `flowformer linearize` on the same model and text, one run per row of a table.
 
     python examples/linearize_table.py MODEL OUT --text train.txt --eval valid.txt transfer_tokens=10000000
 
-Other options are those of the command. Stopped by Ctrl-C or by `timeout 570 python …`, the same command goes on where
-it was; a row that has failed is tried again. The table is in OUT/table.md.
+Other options are passed to the command. After Ctrl-C or `timeout 570 python …`, the same command continues where it
+stopped; a failed row is tried again. The table is written to OUT/table.md.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def layers_of(model):
 
 
 def linearize(arguments):
-    """What the command prints. A request to stop is handed on, and the checkpoint that it leads to is waited for."""
+    """The last line that the command prints. Signals to stop are passed on, and its checkpoint is waited for."""
     command = [sys.executable, "-m", "flowformer.cli", "linearize", *arguments, "--resume", "--json"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -47,7 +47,7 @@ def linearize(arguments):
 
 
 def table(results):
-    """A row for each exchange; a column for each score and stage, and the minutes of learning."""
+    """One row per option; one column per score and stage, and the minutes of training."""
     first = next(iter(results.values()))
     columns = [(name, i) for name in first[0]["scores"] if not name.startswith("teacher") for i in range(len(first))]
     lines = ["| | " + " | ".join(f"{name}, {first[i]['name']}" for name, i in columns) + " | minutes |"]

@@ -1,7 +1,6 @@
-"""Train on sequences that are cut over processes: torchrun --nproc-per-node 4 examples/long_context.py
+"""Train on sequences that are split over processes: torchrun --nproc-per-node 4 examples/long_context.py
 
-Synthetic data: in the first half of a sequence one symbol is more frequent than the others, and the second half repeats
-it.
+Synthetic data: one symbol is more frequent than the others in the first half of a sequence; the second half repeats it.
 """
 
 import os

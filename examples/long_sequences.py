@@ -1,4 +1,4 @@
-"""Classify sequences of up to 1000 tokens. Synthetic data: one of four symbols takes 10 % of the places, in noise."""
+"""Classify sequences of up to 1000 tokens. Synthetic data: noise with one of four symbols at 10 % of the positions."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""From recorded games of mixed quality (synthetic), learn to push a point to the origin by asking for a return."""
+"""Offline RL: learn from synthetic games of mixed quality to push a point to the origin, given a target return."""
 
 import torch
 

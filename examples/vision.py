@@ -1,4 +1,4 @@
-"""A small four-stage Flowformer learns in which quarter of a noisy image a square lies. Synthetic; seconds on a CPU."""
+"""Train a small four-stage Flowformer to find the quarter of a noisy image that has a square. Seconds on a CPU."""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """The attentions that Flow-Attention is compared with, by name, under the calling convention of `flow_attention`.
 
-Methods that are no attention, such as DTW or AWAC, are in `flowformer.train.methods`.
+Methods without attention, such as DTW or AWAC, are in `flowformer.train.methods`.
 """
 
 from .bigbird import BigBirdAttention

@@ -1,4 +1,4 @@
-"""What the mechanisms that attend by blocks share: positions without padding, blocks of tokens, softmax within them.
+"""Helpers of block-wise attentions: positions without padding, blocks of tokens, softmax within them.
 
 Shapes: B batch, H heads, N tokens, D features, E values, T blocks of C tokens, S sources that a block of queries sees.
 A mask of tokens has the shape of one head with one feature, (B, 1, N, 1), so that it is cut as the tokens are.
@@ -16,7 +16,7 @@ from .registry import Mechanism
 class BlockMechanism(Mechanism):
     """A mechanism whose pattern depends on positions, which are counted without padding.
 
-    A token takes part as a query or as a source. Padding is moved behind the sequence before the pattern is applied, so
+    A token may be a query, a source or both. Padding is moved behind the sequence before the pattern is applied, so
     a padded sequence gives the same result as alone.
     """
 
@@ -64,7 +64,7 @@ def split(x: Tensor, size: int) -> Tensor:
 
 
 def join(x: Tensor, length: int) -> Tensor:
-    """What `split` cut, (B, H, N, D)."""
+    """The inverse of `split`, (B, H, N, D)."""
     return x.flatten(2, 3)[:, :, :length]
 
 
@@ -97,7 +97,7 @@ def softmax_blocks(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> T
         seen: bool, which expands to (B, H, T, C, S).
     """
     batch, _, blocks = query.shape[:3]
-    # no row may be empty within the softmax: it would be NaN
+    # no row of the softmax may be empty: it would be NaN
     empty = ~seen.any(-1, keepdim=True)
     seen = (seen | empty).expand(batch, -1, blocks, -1, -1)
     # the fused kernels take four dimensions: blocks become batch

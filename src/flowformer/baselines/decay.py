@@ -15,7 +15,7 @@ from .linear import CHUNK
 def decayed_product(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     """q_t · S_t with S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t, for q, k (B, H, N, D), v (B, H, N, E), decay (B, H, N).
 
-    The decay is at most 0. It is summed inside chunks alone, where the sums stay small and their differences exact.
+    The decay is at most 0. It is summed within chunks only, where sums stay small and their differences accurate.
     """
     length = q.shape[2]
     chunk = min(CHUNK, max(length, 1))

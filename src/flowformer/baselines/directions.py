@@ -14,7 +14,7 @@ class RandomDirections(nn.Module):
     """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D; calling the module gives them.
 
     The first draw takes its seed from torch's random numbers, so that layers differ and `torch.manual_seed` repeats
-    them. The seed of the next draw is a buffer: a module loaded from a state dict goes on as the saved one would have.
+    them. The seed of the next draw is a buffer: a module loaded from a state dict continues like the saved one.
 
     Args:
         groups: G, independent sets of directions.

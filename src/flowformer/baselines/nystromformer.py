@@ -18,7 +18,7 @@ from .tokens import masked_softmax, segment_means, valid
 class NystromformerAttention(Mechanism):
     """Nyströmformer (Xiong et al., 2021): softmax(Q K̃ᵀ) softmax(Q̃ K̃ᵀ)⁺ softmax(Q̃ Kᵀ) V, all products over √d.
 
-    Landmarks Q̃ and K̃ are the means of consecutive segments of the tokens that take part. The pseudo-inverse is that of
+    Landmarks Q̃ and K̃ are the means of consecutive segments of the valid tokens. The pseudo-inverse is approximated by
     a few Newton–Schulz steps. With as many landmarks as tokens and enough steps, this is softmax attention.
 
     Args:

@@ -27,7 +27,7 @@ class ReformerAttention(BlockMechanism):
     length 1.
 
     A round hashes h(x) = argmax [xΩ; −xΩ], sorts the tokens by bucket, cuts the sorted sequence into chunks, and lets
-    a token see those of its bucket in its own chunk and in the one before. The rounds are merged into one softmax over
+    a token see the tokens of its bucket in its own and the previous chunk. The rounds are merged into one softmax over
     the union of what they see. A token sees itself only if it sees nothing else.
 
     Where chunks begin depends on the whole sequence, so a causal token sees, instead of two chunks, the `chunk` tokens

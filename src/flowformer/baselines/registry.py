@@ -1,4 +1,4 @@
-"""The registry of rival attentions: what each can do, and how to build one by name."""
+"""The registry of rival attentions: their capabilities, and how to build one by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops.checks import attention_inputs, attention_masks, causal_lengths
 
 
 class Mechanism(nn.Module):
-    """An attention between projected heads; a subclass says what it can do and computes it in `attend`.
+    """An attention between projected heads; a subclass declares its capabilities and implements `attend`.
 
     Shapes are those of `flow_attention`: query (B, H, N, D), key (B, H, M, D), value (B, H, M, E), masks (B, N) and
     (B, M) bool, True = takes part. A query that is masked, or has no valid source, gives 0.
@@ -33,7 +33,7 @@ class Mechanism(nn.Module):
     def __init__(
         self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
     ) -> None:
-        """`build` passes all sizes to every rival: a subclass takes those it needs, and hands the others to this."""
+        """`build` passes all sizes to every rival: a subclass takes those it needs and passes the others on."""
         super().__init__()
 
     def forward(
@@ -51,7 +51,7 @@ class Mechanism(nn.Module):
     def weigh(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """The attention matrix times the values, before any step that is not linear in the values.
 
-        Args: as of `forward`.
+        Args: as for `forward`.
         """
         return self._checked(self.weighted, query, key, value, **options)
 
@@ -89,7 +89,7 @@ class Mechanism(nn.Module):
     def weighted(
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        """The result of `weigh`, likewise; that of `attend` unless a mechanism overrides it."""
+        """The result of `weigh`, like `attend`; the same as `attend` unless overridden."""
         return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 
@@ -128,7 +128,7 @@ def capabilities() -> str:
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
-    """What a rival can be built with besides its sizes: each option with its type and default.
+    """The options of a rival besides its sizes, with types and defaults.
 
     >>> {option: parameter.default for option, parameter in options("linformer").items()}
     {'rank': 256, 'shared': True}

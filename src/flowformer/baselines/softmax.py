@@ -1,4 +1,4 @@
-"""Softmax attention: softmax(QKᵀ/√d) V, what every other mechanism is measured against. Quadratic in time."""
+"""Softmax attention: softmax(QKᵀ/√d) V, the baseline of all others. Quadratic in time."""
 
 from __future__ import annotations
 

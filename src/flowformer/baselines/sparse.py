@@ -1,4 +1,4 @@
-"""The Sparse Transformer: what is near, and one token in every stride. O(N·(l + N/l)), which is O(N√N) at l = √N.
+"""The Sparse Transformer: near tokens, and one token in every stride. O(N·(l + N/l)), which is O(N√N) at l = √N.
 
 Shapes: B batch, H heads, N tokens, D features, T blocks of l = stride tokens, S near sources, c summary tokens.
 """

@@ -1,4 +1,4 @@
-"""What several rivals share: masked tokens, their positions, and the lengths that parameters allow.
+"""Helpers of several rivals: masked tokens, their positions, and checks of lengths.
 
 Shapes: B batch (1 where no mask tells sequences apart), H heads, N tokens, D features, L segments.
 """
@@ -35,14 +35,14 @@ def valid(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def positions(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Where each token stands among those that take part, from 0, (B, N)."""
+    """The position of each token among the valid ones, from 0, (B, N)."""
     if mask is None:
         return torch.arange(x.shape[2], device=x.device)[None]
     return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def packed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens that take part first, in their order, the others after them."""
+    """Valid tokens first, in order, the others after them."""
     if mask is None:
         return x
     return x.gather(2, _order(mask)[:, None, :, None].expand_as(x))
@@ -60,9 +60,9 @@ def _order(mask: Tensor) -> Tensor:
 
 
 def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """The means of `count` consecutive segments, (B, H, L, D), and which segments have a token at all, (B, L).
+    """The means of `count` consecutive segments, (B, H, L, D), and which segments are not empty, (B, L).
 
-    Segments differ by one token at most. Fewer tokens than segments have one each, and leave the others empty.
+    Segment sizes differ by at most one token. With fewer tokens than segments, some segments are empty.
     """
     total = max(x.shape[2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1)
     segment = positions(x, mask) * count // total
@@ -75,7 +75,7 @@ def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, T
 
 
 def masked_softmax(logits: Tensor, seen: Tensor | None) -> Tensor:
-    """Over the last axis and what is seen; a row that sees nothing is 0."""
+    """Softmax over the visible entries of the last axis; a row without any is 0."""
     if seen is None:
         return logits.softmax(-1)
     return logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~seen, 0)

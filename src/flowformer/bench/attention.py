@@ -3,12 +3,12 @@
     flowformer bench attention                              # what the README states, on this machine
     flowformer bench attention --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
 
-First every contestant is checked against the float64 reference, and those of this package must pass. Then all of them
-take turns, so that whatever else the machine does hits each alike: median time with the 20th and 80th percentile, and
-peak memory above the inputs and, for forward+backward, their gradients; then how many times faster ours is. On a GPU
-also the kernels without the host, as a replayed CUDA graph, their number, and what a call takes the host. The floor,
-the time that the least possible memory traffic takes, is a contestant there, and so is flash-linear-attention where it
-is installed. Last, what a token costs to decode early and late in a sequence.
+First every contestant is checked against the float64 reference; those of this package must pass. Then all of them run
+in turn, so that background load affects all alike. Output: median time with the 20th and 80th percentiles, peak
+memory above the inputs and (for forward+backward) their gradients, and the speedup. On a GPU also the time as a CUDA
+graph, the number of kernels and the host time; contestants there include the floor, the time of the minimum memory
+traffic, and flash-linear-attention if it is installed. Finally, the time to decode a token early and late in a
+sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..ops import reference
 from .measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
 
 KINDS = ("bidirectional", "causal")
-# on a CPU, and on a GPU
+# CPU, GPU
 SHAPES = (
     ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
     ["B32H8N1024d64", "B32H8N4096d64", "B8H16N2048d64", "B4H16N16384d64", "B1H16N262144d64", "B32H16N3136d8"],
@@ -84,7 +84,7 @@ class Contestant:
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     is_flow: bool = True
-    # numbers kept for each token, by length and head dim; a contestant that cannot fit into memory is not run
+    # numbers stored per token, by length and head dim; a contestant that cannot fit into memory is skipped
     footprint: Callable[[int, int], int] = linear
 
 
@@ -114,7 +114,7 @@ def chosen(field: list[Contestant], names: list[str]) -> list[Contestant]:
 
 
 def fla_contestants() -> list[Contestant]:
-    """flash-linear-attention's causal attention without any normaliser: far less work than Flow-Attention."""
+    """flash-linear-attention's causal linear attention without a normaliser: much less work than Flow-Attention."""
     try:
         from fla.ops.linear_attn import (
             chunk_linear_attn,
@@ -191,7 +191,7 @@ def forward_backward(call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Non
 
 
 def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str, dtype: torch.dtype) -> None:
-    """Every contestant that computes Flow-Attention must do so, values and gradients."""
+    """Compares values and gradients of every contestant that computes Flow-Attention with the reference."""
     *qkv, grad = inputs((1, heads, 257, dim), device, dtype)
     oracle = {"bidirectional": reference.bidirectional, "causal": lambda *x, **o: reference.causal(*x, **o)[0]}[kind]
 
@@ -213,7 +213,7 @@ def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str,
                 wrong = f"{contestant.name}, {kind}: the {name} is off by {error:.1e}, allowed {tolerance:.0e}"
                 if contestant.name.startswith("flow"):
                     sys.exit(wrong)
-                # a rival that accumulates in its own dtype may be less exact
+                # a rival that accumulates in its own dtype may be less accurate
                 print(wrong, flush=True)
 
 
@@ -260,7 +260,7 @@ def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> l
 
 
 def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
-    """What the kernels of a call take, how many they are, and what it takes the host: forward, forward+backward."""
+    """GPU time, number of kernels and host time of a call, for forward and forward+backward."""
     runs = [partial(step, contestant.call, *tensors) for step in (forward, forward_backward)]
     return [
         *(captured(contestant.name, run, repeats) for run in runs),
@@ -290,7 +290,7 @@ def floor(kind: str, shape: InputShape, tensors: list[Tensor]) -> AttentionTimin
 
 
 def decode(options) -> dict[str, float]:
-    """What one token costs after few and after many, and how far 1,000 steps end from one parallel run."""
+    """Time of one token early and late in a sequence, and the error of 1,000 steps against one parallel call."""
     dtype, device = getattr(torch, options.dtype), options.device
     step = (*options.shapes[0][:2], 1, options.shapes[0].dim)
     states = {}
@@ -340,7 +340,7 @@ def table(rows: list[AttentionTiming]) -> str:
 
 
 def speedups(rows: list[AttentionTiming], backend: str) -> str:
-    """How many times our forward+backward the others take."""
+    """Forward+backward times of the others, relative to ours."""
     ours, *others = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
     times = ", ".join(f"{other.both_ms / ours.both_ms:.2f}× as fast as {other.contestant}" for other in others)
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is {times}"

@@ -1,12 +1,12 @@
-"""Context parallelism on this machine: what a rank sends in one forward and backward pass, counted by the op itself.
+"""Context parallelism on this machine: bytes that a rank sends in one forward and backward pass, counted by the op.
 
     flowformer bench context                                  # 2 and 4 processes, gloo
-    flowformer bench context --ranks 8 --lengths 8192         # a sequence of 8192 tokens cut over 8 processes
-    flowformer bench context --work work.csv                  # what one rank computes, timed alone on this device
+    flowformer bench context --ranks 8 --lengths 8192         # a sequence of 8192 tokens split over 8 processes
+    flowformer bench context --work work.csv                  # the work of one rank, timed alone on this device
     flowformer bench context --project                        # many GPUs, by the formulas of context_projection.py
 
-Results and gradients are first checked against one process. Bytes stand beside the formula of `predicted_bytes`, which
-does not depend on the length. Times are those of processes that share the cores of one machine.
+Results and gradients are first checked against one process. Bytes are printed beside `predicted_bytes`, which does not
+depend on the length. Times are of processes that share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class ContextTiming:
-    """One call and its gradient with a sequence cut over ranks."""
+    """Forward and backward pass of one call with a sequence split over ranks."""
 
     kind: str
     ranks: int
@@ -50,9 +50,9 @@ class ContextTiming:
 
 
 def exchanged_numbers(heads: int, dim: int, value_dim: int, is_causal: bool) -> list[tuple[int, int]]:
-    """Of each exchange, forward and backward: how many numbers are summed, and how many go to every rank as they are.
+    """For each exchange, forward and backward: how many numbers are summed, and how many are sent to every rank.
 
-    With H heads, D and E: Σk, Σq and counts; Σk/O, Σq/I; a logarithm a head, or two; S; and their gradients.
+    For H heads of widths D and E: Σk, Σq and counts; Σk/O, Σq/I; one or two logarithms per head; S; their gradients.
 
     >>> exchanged_numbers(16, 64, 64, is_causal=True)[:4]
     [(2064, 0), (2048, 0), (0, 16), (65536, 0)]
@@ -66,10 +66,10 @@ def exchanged_numbers(heads: int, dim: int, value_dim: int, is_causal: bool) -> 
 
 
 def predicted_bytes(heads: int, dim: int, value_dim: int, ranks: int, is_causal: bool) -> int:
-    """What a rank sends to the others in one forward and backward pass of float32 sums, for one sequence.
+    """Bytes that a rank sends in one forward and backward pass, for one sequence with float32 sums.
 
-    A sum of n numbers takes 4 n (P − 1) bytes where all ranks get all numbers, which is for small n; else each rank
-    adds up a slice of n/P numbers, which takes 2 · 4 n/P · (P − 1).
+    A sum of n numbers takes 4 n (P − 1) bytes if all ranks get all numbers, as for small n; otherwise each rank sums a
+    slice of n/P numbers, which takes 2 · 4 n/P · (P − 1).
 
     >>> predicted_bytes(16, 64, 64, ranks=8, is_causal=False)
     976080
@@ -82,12 +82,12 @@ def predicted_bytes(heads: int, dim: int, value_dim: int, ranks: int, is_causal:
 
 
 def is_gathered(summed: int, ranks: int) -> bool:
-    """Whether so many numbers are few enough to go to every rank, in one collective."""
+    """Whether this many numbers are sent to every rank in one collective."""
     return ranks * 4 * summed <= GATHERED_BYTES
 
 
 def measure(kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> ContextTiming:
-    """Starts the processes, and returns what rank 0 has measured; its error is that of the worst rank."""
+    """Starts the processes and returns the measurements of rank 0, with the error of the worst rank."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, kind, ranks, length, heads, dim, repeats), nprocs=ranks)
         return torch.load(Path(folder) / "timing", weights_only=False)
@@ -132,12 +132,12 @@ def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int
         )
         torch.save(timing, f"{folder}/timing")
     dist.barrier()
-    # a thread of gloo that has not ended yet would abort a process that tidies up
+    # a gloo thread that is still running would abort a regular exit
     os._exit(0)
 
 
 def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> dict[str, object]:
-    """What one rank of any number computes for so many tokens: a group of one process, whose exchanges are copies."""
+    """The work of one rank for this many tokens: a group of one process, whose exchanges are copies."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     inputs = torch.randn(4, 1, heads, tokens, dim, device=device, dtype=dtype).unbind()
     leaves = [x.requires_grad_() for x in inputs[:3]]
@@ -172,7 +172,7 @@ def write_work(path: Path, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; the exit status is 1 if a result is wrong or more bytes are sent than the formula says."""
+    """Prints the table; the exit status is 1 if a result is wrong or more bytes are sent than predicted."""
     parser = argparse.ArgumentParser("flowformer bench context", description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])

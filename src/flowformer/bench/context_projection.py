@@ -1,4 +1,4 @@
-"""Time per step of sequences cut over many GPUs, projected from the measured work of one rank and a model of the links.
+"""Time of sequences split over many GPUs, projected from the measured work of one rank and a model of the links.
 
     flowformer bench context --work work.csv --lengths 65536 1048576    # on a GPU: the work of one rank, timed alone
     flowformer bench context --project --measured work.csv
@@ -7,8 +7,8 @@ With N tokens on P ranks, n = N/P, one layer forward and backward:
 
     time = work(n) + Σ over exchanges of collectives · latency · ⌈log₂ P⌉ + bytes / bandwidth
 
-`work` is interpolated between measured lengths; exchanges and bytes are those that the op counts. Ring attention for
-softmax passes keys and values around P − 1 times, behind the products of the block before (Liu, Zaharia and Abbeel,
+`work` is interpolated between measured lengths; exchanges and bytes are as counted by the op. Ring attention for
+softmax passes keys and values around P − 1 times, overlapped with the previous block's work (Liu, Zaharia and Abbeel,
 2023), and their gradients too in the backward pass:
 
     time = P · max(flops(n, n) / speed, latency + bytes / bandwidth), for each direction
@@ -33,7 +33,7 @@ RANKS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 @dataclass(frozen=True)
 class Link:
-    """Between two GPUs: seconds until a message begins to arrive, launch included, and bytes per second one way."""
+    """Between two GPUs: latency in seconds, including the launch, and bandwidth in bytes per second one way."""
 
     latency: float
     bandwidth: float
@@ -58,7 +58,7 @@ def link(ranks: int) -> Link:
 
 
 def work(tokens: float, measured: dict[int, float]) -> float:
-    """Milliseconds of one rank's tokens, between or beyond those measured; no less than those of the fewest.
+    """Milliseconds for a rank's tokens, interpolated or extrapolated; at least the time of the shortest measurement.
 
     >>> work(1000, {100: 1.0, 200: 2.0}), work(150, {100: 1.0, 200: 2.0}), work(1, {100: 1.0, 200: 2.0})
     (10.0, 1.5, 1.0)
@@ -92,12 +92,12 @@ def flow(length: int, ranks: int, heads: int, dim: int, kind: str, measured: dic
 
 
 def ring(length: int, ranks: int, heads: int, dim: int, kind: str) -> float:
-    """Milliseconds of one layer of softmax as ring attention, with the work of causal blocks balanced."""
+    """Milliseconds of one layer of softmax ring attention, with balanced causal blocks."""
     wire, tokens = link(ranks), length / ranks
     flops = 4 * heads * dim * tokens**2 * (0.5 if kind == "causal" else 1)
     tensor = 2 * tokens * heads * dim  # bytes of the keys of a rank in bfloat16
     seconds = 0.0
-    # the backward pass has 2.5 times the products, and sends the gradients of keys and values beside them
+    # the backward pass has 2.5 times the FLOPs, and also sends the gradients of keys and values
     for products, tensors in ((1, 2), (2.5, 4)):
         send = wire.latency + tensors * tensor / wire.bandwidth if ranks > 1 else 0.0
         seconds += ranks * max(products * flops / SOFTMAX_SPEED[kind], send)
@@ -107,7 +107,7 @@ def ring(length: int, ranks: int, heads: int, dim: int, kind: str) -> float:
 def read(path: Path | None, heads: int, dim: int) -> dict[str, dict[int, float]]:
     """The work of one rank by kind and tokens, from a file that `flowformer bench context --work` wrote.
 
-    Without a file it is that of the kernels on a whole sequence, of which there are figures for one width.
+    Without a file: the measured kernels on a whole sequence, available for one width only.
     """
     if path is None:
         if (heads, dim) != (16, 64):

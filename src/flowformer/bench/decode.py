@@ -1,4 +1,4 @@
-"""Tokens per second of a language model that generates, early and late in a text, beside softmax attention.
+"""Generation speed of a language model, early and late in a text, compared with softmax attention and a KV cache.
 
     flowformer bench decode --csv decode.csv                     # batches of 1 and 64 after 1K, 8K and 64K tokens
     flowformer bench decode --batches 1 --positions 1024 8192 --vocab 256
@@ -54,7 +54,7 @@ class DecodeSpeed:
 
 
 class CachedSoftmax(nn.Module):
-    """Softmax attention of one new token at `position` to itself and what is cached before it."""
+    """Softmax attention of one new token at `position` to itself and the cached tokens before it."""
 
     keys: Tensor
     values: Tensor
@@ -107,7 +107,7 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
-        """The logits after the last of these tokens, (B, V), which join the text."""
+        """Appends the tokens to the text. Returns: the logits after the last of them, (B, V)."""
         x = self.model.embedding(tokens)
         if self.states is None:
             x, _ = self.model.run_layers(x, positions=self.position)
@@ -124,7 +124,7 @@ class Decoder:
 
 
 def check(attention: str, options: argparse.Namespace) -> str | None:
-    """What is wrong with the steps; None if their logits are those of one run."""
+    """What is wrong with the steps; None if their logits equal those of one parallel call."""
     decoder = Decoder(attention, 2, CHECKED_TOKENS if attention == "softmax" else 0, options)
     tokens = torch.randint(options.vocab, (2, CHECKED_TOKENS), device=options.device)
     found = []
@@ -194,7 +194,7 @@ def progress(row: DecodeSpeed) -> str:
 
 
 def table(rows: list[DecodeSpeed]) -> str:
-    """Tokens per second of Flow-Attention and of softmax attention, and their ratio; a line a place."""
+    """Tokens per second of Flow-Attention and softmax attention, and their ratio, for each mode, batch and position."""
     found = {(row.mode, row.batch, row.position, row.attention): row.tokens_per_second for row in rows}
     lines = [f"{'mode':10}{'batch':>7}{'position':>10}{'flow':>12}{'softmax':>12}{'ratio':>8}"]
     for mode, batch, position in dict.fromkeys(key[:3] for key in found):

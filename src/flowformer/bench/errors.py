@@ -1,7 +1,7 @@
-"""The error rule, which tests and the fuzzer share: how far from the float64 oracle a result may be.
+"""The error rule of tests and fuzzer: how far a result may be from the float64 oracle.
 
 The error of a result is at most twice that of the same maths in plain PyTorch at the same dtype, three times for a
-gradient. A result that is the truth correctly rounded always passes, and so do a few roundings of the sums.
+gradient. A correctly rounded result always passes, and so do a few rounding errors of the sums.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FORWARD, GRADIENT = 2, 3
-# a few roundings of float32, whoever makes them
+# a few rounding errors of float32
 ROUNDING = 3e-7
 
 
@@ -43,29 +43,29 @@ def measure(
     truncates: bool = False,
     is_sum: bool = False,
 ) -> Error:
-    """The error of a value beside that of plain PyTorch.
+    """The error of a value, compared with the error of plain PyTorch.
 
     Args:
         factor: FORWARD or GRADIENT.
-        plain: the plain result. Where the inputs are float64 pass that of float32, whose error is scaled: in float64,
+        plain: PyTorch's result. For float64 inputs pass the float32 result, whose error is scaled: in float64,
             plain PyTorch is the oracle itself.
         dtype: of the inputs; one rounding to it is allowed.
-        whole: the size against which roundings of sums are measured; None is that of the truth. For gradients, pass
+        whole: the norm that rounding errors of sums are relative to; None is the norm of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
-        truncates: the value was rounded toward zero, which errs by twice as much as to the nearest.
+        truncates: the value was rounded toward zero, with twice the error of rounding to nearest.
         is_sum: a gradient of the scalars of a state, to which every number of every token contributes.
     """
     truth = truth.double()
     error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))
     unit = torch.finfo(dtype).eps / (1 if truncates else 2)
-    # float64 has 29 bits more than float32; two less, since here the truth is rounded, too
+    # float64 has 29 more bits than float32; minus two, since the truth is rounded too
     scale = 2**-27 if dtype == torch.float64 else 2 if truncates else 1
     rounding = ROUNDING * scale * (size if whole is None else whole)
     if whole is not None and unit > 2**-24:
         # in half precision, what cancels in a gradient that is zero was rounded: by a sixteenth of a rounding of the
         # whole, and by half of one in a sum over all tokens
         rounding = max(rounding, unit / (2 if is_sum else 16) * whole)
-    # max ignores a NaN of the plain result, which then allows nothing beyond roundings
+    # max ignores a NaN of the plain result, which then allows nothing beyond rounding
     allowed = max(unit * size + factor * rounding, factor * scale * plain_error)
     relative = error / size if size else 0.0 if error == 0 else float("inf")
     ratio = error / allowed if allowed else 0.0 if error == 0 else float("inf")

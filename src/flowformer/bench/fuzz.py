@@ -1,7 +1,7 @@
 """Random calls of Flow-Attention against the float64 reference: `flowformer bench fuzz`.
 
-Needs torch alone, and triton for its kernels: without the command line, `python -m flowformer.bench.fuzz`. On a CPU the
-kernels run in Triton's interpreter, with short sequences.
+Needs only torch, and Triton for the kernels; `python -m flowformer.bench.fuzz` needs no packages of the command line.
+On a CPU the kernels run in Triton's interpreter, with short sequences.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ FAILURES = ("fail", "died", "hang")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs cases; 1 if one failed."""
+    """Runs cases. Returns: 1 if one failed."""
     options = _parse(arguments)
     if options.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before Triton is imported
     if options.case is not None:
         record = check(Case.from_json(options.case), options.device)
         print(record.pop("traceback", ""), end="")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterator[list[Case]]:
-    """The cases of each configuration, without end. They depend on nothing but the arguments."""
+    """An endless stream of the cases of each configuration, determined by the arguments."""
     index = 0
     while True:
         random = Random(f"{seed}, {index}")
@@ -64,7 +64,7 @@ def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterat
 
 
 class Summary:
-    """What came out, and the file that gets a line for each case."""
+    """Counts the verdicts, and writes a line per case to a file."""
 
     def __init__(self, device: str, out: IO[str] | None) -> None:
         self.device, self.out, self.start = device, out, time.monotonic()
@@ -109,7 +109,7 @@ class Summary:
 
 
 class Worker:
-    """A process that checks one case after another; a case that kills it costs a restart, not the run."""
+    """A process that checks one case after another; if a case kills it, only the process is restarted."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,7 +143,7 @@ def _work(connection: Connection, device: str) -> None:
 
 
 def _context_is_lost() -> bool:
-    """After an error on the device, such as an illegal address, every further call of the process fails."""
+    """Whether the CUDA context is lost: after an error such as an illegal address every further call fails."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

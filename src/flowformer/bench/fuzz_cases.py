@@ -1,7 +1,7 @@
 """The calls that the fuzzer makes: what a case is, and how cases are drawn.
 
-What kernels are compiled for (dtype, widths, which masks there are …) is drawn as a configuration; lengths, values and
-all else are drawn anew for each case of it, so that many cases share a compilation.
+Properties that kernels are compiled for (dtype, widths, masks …) are drawn as a configuration; lengths, values and
+everything else are drawn for each case of it, so that many cases share a compilation.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Case:
     amplitude: float = 1.0  # of queries and keys
     scale: float | None = None
     variant: dict[str, Any] = field(default_factory=dict)  # fields of FlowVariant that differ from the default
-    powers: bool = False  # of a renormalised variant; their gradient is taken if any is
-    gradients: str = "qkv"  # of which inputs: query, key, value, state; with an e, from the end state, too
+    powers: bool = False  # for renormalised variants; their gradient is taken if any gradient is
+    gradients: str = "qkv"  # inputs that get one: query, key, value, state; with e, the loss uses the end state too
     autocast: str | None = None  # "same": of inputs that are in its dtype; "mixed": of a float32 query beside them
     seed: int = 0
 
@@ -62,7 +62,7 @@ class Case:
         return "bidirectional" != self.kind != "packed"
 
     def to_json(self) -> str:
-        """Without what is default."""
+        """Without fields that have their default."""
         given = asdict(self)
         for each in fields(self):
             default = each.default_factory() if each.default_factory is not MISSING else each.default
@@ -80,9 +80,9 @@ class Case:
 
 
 class Limits(NamedTuple):
-    """How large cases are, so that a device checks many of them."""
+    """Limits on the size of cases, so that a device checks many of them."""
 
-    numbers: int  # of all inputs and the result
+    numbers: int  # in all inputs and the result
     longest: int  # usual length
     dim: int
     heads: int
@@ -180,7 +180,7 @@ def _dim(random: Random, limits: Limits) -> int:
 
 
 def _length(random: Random, longest: int) -> int:
-    """0, 1, a length beside the boundary of a block, or any."""
+    """0, 1, a length next to a block boundary, or any."""
     choice = random.random()
     if choice < 0.08:
         return random.choice([0, 1, 1, 2])
@@ -192,7 +192,7 @@ def _length(random: Random, longest: int) -> int:
 
 def _variant(random: Random) -> dict[str, Any]:
     if random.random() < 0.4:
-        # competition among heads is of the torch backend alone, and has no causal form
+        # competition among heads is only in the torch backend, and has no causal form
         presets = [preset for preset in PRESETS.values() if preset.competitors == "tokens"]
         return _differences(random.choice(presets))
     return _differences(

@@ -1,7 +1,7 @@
-"""What the fuzzer checks of a case.
+"""The checks of the fuzzer on a case.
 
-Values and gradients obey the error rule; two runs give the same bits, and so does a run in which all memory that is
-allocated starts as NaN; nothing is written outside of what was allocated; inputs are not changed.
+Values and gradients obey the error rule; two runs give the same bits, and so does a run in which all allocated memory
+starts as NaN; nothing is written outside an allocation; inputs are not changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
         return self.query, self.key, self.value, *(self.state or ()), *(() if self.powers is None else (self.powers,))
 
     def parts(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-        """Of leaves: query, key and value; the state, if any; the powers, if any."""
+        """Splits leaves into query, key and value; the state, if any; the powers, if any."""
         count = 0 if self.state is None else 3
         return leaves[:3], leaves[3 : 3 + count], None if self.powers is None else leaves[-1]
 
@@ -64,14 +64,13 @@ class Inputs(NamedTuple):
 def check(case: Case, device: str) -> dict[str, Any]:
     """The verdict on a case, why, and the errors of each tensor.
 
-    Verdicts: "pass"; "fail"; "refused" by the backend; "memory", where the device has too little. Three more are for
-    what breaks the error rule but has an excuse:
-    - "kink": clamps that differ by a rounding make as much of a difference (a flow near its clamp has a gradient or
-      none);
-    - "conditioned": roundings of Ô make as much of a difference (those of a large flow are large in its exponential),
-      or roundings of the inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms),
-      or of Σ c dc, which dc cancels where one source takes all;
-    - "cancelled": the gradient is a difference of two terms of which no digit is left.
+    Verdicts: "pass"; "fail"; "refused" by the backend; "memory" if the device has too little. Three more mark
+    violations of the error rule that are not faults:
+    - "kink": moving the clamp by a rounding error has the same effect (the gradient is discontinuous at the clamp);
+    - "conditioned": a rounding error of Ô has the same effect (it is amplified by the exponential of a large flow), or
+      a rounding error of inputs and upstream gradients (⟨dR, v⟩ of a single token may be a small sum of large terms),
+      or of Σ c dc (which cancels dc where one source has all the weight);
+    - "cancelled": the gradient is a difference of two terms with no significant digit left.
     """
     start = time.perf_counter()
     record: dict[str, Any] = {"case": case.to_json(), "kind": case.kind, "backend": case.backend}
@@ -81,7 +80,7 @@ def check(case: Case, device: str) -> dict[str, Any]:
     except NotImplementedError as refusal:
         record |= {"verdict": "refused", "why": str(refusal)}
     except torch.OutOfMemoryError as error:
-        # of the oracle, or since other workers hold the memory
+        # in the oracle, or because other workers hold the memory
         torch.cuda.empty_cache()
         record |= {"verdict": "memory", "why": str(error).splitlines()[0]}
     except Exception as error:
@@ -125,7 +124,7 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
     coarse = torch.float32 if dtype == torch.float64 else dtype
     plain = oracle([x.to(coarse if i < 3 else torch.float32) for i, x in enumerate(exact)])
     whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name in GRADIENTS))
-    # Triton's interpreter casts float32 to bfloat16 by leaving the last bits out
+    # Triton's interpreter truncates float32 to bfloat16
     truncates = case.backend == "triton" and device == "cpu" and dtype == torch.bfloat16
     errors: dict[str, Any] = {}
     broken: list[str] = []
@@ -153,18 +152,18 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
 
 
 def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, float]) -> str | None:
-    """The verdict on errors that exceed what the rule allows by `excess`, None if it is a failure."""
+    """The verdict on errors that exceed the rule by `excess`; None if they are a failure."""
     dtype = getattr(torch, case.dtype)
     rounding = torch.finfo(dtype).eps / 2
     clamp = _variant(case).clamp
     if clamp is not None:
-        # a flow is a sum, which is kept in float32 at best and off by a few of its roundings
+        # a flow is a sum in float32 at best, with an error of a few rounding errors
         off = FORWARD * ROUNDING if dtype == torch.float32 else rounding
         above, below = (
             oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (off, -off)
         )
         jumps = {name: (above[name] - below[name]).norm().item() for name in excess}
-        # some flows may be on the other side alone: what all of them add to a gradient of state or powers may cancel
+        # factor 2: in a gradient of state or powers the jumps of several flows may cancel
         if all(excess[name] <= jumps[name] * (1 if name in GRADIENTS[:3] else 2) for name in excess):
             return "kink"
     random = torch.Generator().manual_seed(case.seed)
@@ -179,11 +178,11 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
     of_inputs = oracle([rounded(x, rounding) for x in exact], upstream={
         name: rounded(grad.double(), rounding) for name, grad in cotangents.items()
     })  # fmt: skip
-    # that sum is kept in float32 also where inputs have half precision
+    # this sum is float32 even for half-precision inputs
     share = min(off, ROUNDING)
     with patch.object(Tensor, "softmax", lambda x, dim: _RoundedSoftmax.apply(x, dim, share)):
         of_softmax = oracle(exact)
-    # torch sums it up in the dtype of its input: over a thousand tokens, more than the rule allows in float64
+    # torch's logcumsumexp over a thousand tokens exceeds the rule in float64
     with patch.object(Tensor, "logcumsumexp", _running_logarithm):
         of_logarithms = oracle(exact)
     for others in (of_flows, of_inputs, of_softmax, of_logarithms):
@@ -197,13 +196,13 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
 
 
 def _running_logarithm(x: Tensor, dim: int) -> Tensor:
-    """logcumsumexp by one sum of exponentials, which is closer unless small ones come first."""
+    """logcumsumexp by one cumulative sum of exponentials, which is more accurate unless small ones come first."""
     top = x.detach().amax(dim, keepdim=True)
     return (x - top).exp().cumsum(dim).clamp_min(torch.finfo(x.dtype).tiny).log() + top
 
 
 class _RoundedSoftmax(torch.autograd.Function):
-    """A softmax y whose gradient y (dy − Σ y dy) has a sum that is off by a share of it."""
+    """A softmax y in whose gradient y (dy − Σ y dy) the sum has a relative error."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, off: float) -> Tensor:
@@ -220,7 +219,7 @@ class _RoundedSoftmax(torch.autograd.Function):
 
 
 def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapping[str, Tensor]) -> dict[str, float]:
-    """Eight roundings of what the gradients of query and key are sums of: by way of φ(q)φ(k)ᵀ, and of the flows.
+    """Eight rounding errors of the terms in the gradients of query and key: through φ(q)φ(k)ᵀ and through the flows.
 
     A rounding is one of half precision, or of a sum over the tokens in float32.
     """
@@ -303,7 +302,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 
 def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """What the public API returns: the result and, of a recurrent call, the three tensors of the state."""
+    """The outputs of the public API: the result and, for a recurrent call, the three tensors of the state."""
     (query, key, value), state, powers = inputs.parts(leaves)
     options: dict[str, Any] = {
         "scale": case.scale,
@@ -317,7 +316,7 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
     autocast = torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
     with torch.autocast(device, autocast) if case.autocast else nullcontext():
         if inputs.bounds is not None:
-            slack = 37 if case.seed % 4 == 0 else 0  # lengths may be below the longest that is named
+            slack = 37 if case.seed % 4 == 0 else 0  # max_seqlen may exceed the longest length
             longest = max(case.lengths, default=0) + slack, max(case.source_lengths, default=0) + slack
             options["is_causal"] = case.is_causal
             return [flow_attention_varlen(query, key, value, *inputs.bounds, *longest, **options)]
@@ -339,7 +338,7 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same by the reference, in the dtype of the leaves and without cuts."""
+    """The same by the reference, in the dtype of the leaves and in one piece."""
     (query, key, value), state, powers = inputs.parts(leaves)
     scale, variant = _scale(case), _variant(case)
     if not case.is_packed:
@@ -365,7 +364,7 @@ def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]
 def exact_bidirectional(
     query, key, value, query_mask, key_mask, scale: float, variant: FlowVariant, powers: Tensor | None = None
 ) -> Tensor:
-    """`reference.bidirectional` with grouped heads; above a size, without its N × M matrix."""
+    """`reference.bidirectional` with grouped heads; for large inputs without the N × M matrix."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     options = {**variant.as_options(), "powers": powers}
     if math.prod(query.shape[:3]) * key.shape[2] <= QUADRATIC[query.device.type]:
@@ -384,7 +383,7 @@ def exact_bidirectional(
 def exact_causal(
     query, key, value, mask, state, scale: float, variant: FlowVariant, powers: Tensor | None = None
 ) -> tuple[Tensor, tuple]:
-    """`reference.causal` with grouped heads; above a size, in pieces that pass the state on."""
+    """`reference.causal` with grouped heads; for large inputs in pieces that pass the state on."""
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     batch, heads, length, _ = query.shape
     piece = PIECE if batch * heads * length**2 > QUADRATIC[query.device.type] else max(length, 1)
@@ -435,7 +434,7 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
         kept = dtype if name == "result" or dtype == torch.float64 else torch.float32
         values = torch.randn(output.shape, generator=inputs.random).to(kept)
         if name == "scalars":
-            # the count has no gradient, nor has a sum that the variant does not need or that is still empty
+            # the count has no gradient, nor does a sum that the variant does not use or that is empty
             values[..., 0] = 0
             values[..., 1] *= case.variant.get("competition", "softmax") == "softmax"
             values[..., 2] *= case.variant.get("allocation", "sigmoid") == "softmax"
@@ -446,7 +445,7 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
 
 
 def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tensor) -> Iterator[Tensor]:
-    """In float64, without what is not compared: sums that the variant does not need, and what the dtype cannot hold."""
+    """In float64, without sums that the variant does not use and values outside the range of the dtype."""
     largest = torch.finfo(value.dtype).max
     value, plain, truth = value.double(), plain.double(), truth.double()
     if name.endswith("scalars"):

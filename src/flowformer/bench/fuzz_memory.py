@@ -1,4 +1,4 @@
-"""Guarded memory of the fuzzer: tensors between bands of known bytes, which show what was written outside of them."""
+"""Guarded memory of the fuzzer: tensors between bands of known bytes, which reveal writes out of bounds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-GUARD = 512  # bytes before and after a tensor, as many as keep the alignment of an allocation
+GUARD = 512  # bytes before and after a tensor; keeps the alignment of an allocation
 FILL = 255  # bytes of ones are NaN in every float dtype
 
 
 class Guard:
-    """Tensors that Python code allocates inside of it lie between guard bands, and are NaN where nothing is written.
+    """A context in which tensors allocated by Python code lie between guard bands and start as NaN.
 
-    The functions are exchanged, since neither mode of torch reaches into registered operators.
+    It patches torch's allocation functions, since torch's modes do not reach into registered operators.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Guard:
 
 _TORCH = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "full", "full_like")
 _TENSOR = ("new_empty", "new_empty_strided", "new_zeros", "new_full", "clone")
-_full, _empty = torch.full, torch.empty  # which no guard exchanges
+_full, _empty = torch.full, torch.empty  # the unpatched functions
 
 
 def guard(shape, stride, dtype: torch.dtype, device: torch.device | str, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """A tensor of bytes FILL between guard bands, and the buffer of both. It starts `offset` numbers late."""
+    """A tensor of FILL bytes between guard bands, and their buffer. The tensor starts `offset` numbers later."""
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
     size = dtype.itemsize
     buffer = _full((2 * GUARD + (offset + span) * size,), FILL, dtype=torch.uint8, device=device)
@@ -61,13 +61,13 @@ def guard(shape, stride, dtype: torch.dtype, device: torch.device | str, offset:
 
 
 def guarded_copy(values: Tensor, layout: str, device: torch.device | str, expanded: int) -> tuple[Tensor, Tensor]:
-    """The values in guarded memory of that layout, and its buffer. `expanded` is the axis that has stride 0."""
+    """The values in guarded memory with this layout, and its buffer. `expanded` is the axis with stride 0."""
     shape, rank = list(values.shape), values.dim()
     if layout == "expanded" and rank >= 3 and shape[expanded]:
         values = values.narrow(expanded, 0, 1)
         stride = list(torch.empty(values.shape, device="meta").stride())
         stride[expanded] = 0
-    elif layout == "constant" and values.numel():  # what the backward of a sum or a mean passes on
+    elif layout == "constant" and values.numel():  # the upstream gradient of a sum or a mean
         values = values.flatten()[:1].reshape([1] * rank)
         stride = [0] * rank
     elif layout == "bnhd" and rank >= 3:

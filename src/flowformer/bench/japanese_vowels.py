@@ -3,8 +3,8 @@
     flowformer bench japanese-vowels
 
 The set is shipped with aeon: 270 training and 370 test series of 12 channels and 7 to 29 steps, nine speakers. Both see
-the training series only and are scored once, after the fit. RocketClassifier takes one length: its series are padded.
-Seconds are those of `fit` and `predict` together on one thread, aeon's default, compiling left out.
+the training series only and are scored once, after the fit. RocketClassifier needs equal lengths: series are padded.
+Seconds are for `fit` and `predict` together on one thread, aeon's default, without compilation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How much of a training step is the model: the loop of a recipe beside its bare model on the same batches.
+"""How much of a training step is the model: the training loop of a recipe against its bare model on the same batches.
 
     flowformer bench loop                                     # lra/text and lra/listops
     flowformer bench loop --synthetic                         # without their data: synthetic, in the same format
     flowformer bench loop lra/listops --set precision=tf32 workers=8
 
 The loop reads, pads and moves its batches, logs, and draws its random numbers. The bare model finds the same batches on
-the device: forward, backward, optimiser, nothing else. The data alone are batches per second with no model behind.
+the device: forward, backward, optimiser, nothing else. "Data alone" is batches per second without a model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def listops(folder: Path) -> None:
 
 
 def reviews(folder: Path) -> None:
-    """Of the lengths of the real ones: a median of 970 bytes, a mean of 1300, few beyond 4000."""
+    """Reviews with the lengths of the real ones: a median of 970 bytes, a mean of 1300, few beyond 4000."""
     draw = random.Random(0)
     for part in ("train", "test"):
         for mood in ("neg", "pos"):
@@ -73,7 +73,7 @@ SYNTHETIC: dict[str, Callable[[Path], None]] = {"lra/text": reviews, "lra/listop
 
 
 def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> LoopTiming:
-    """Bare model, data alone and loop, one after another: `steps` updates each, after `warmup` that do not count."""
+    """Bare model, data alone and loop, one after another: `steps` updates each, after `warmup` updates."""
     config = replace(
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
     )
@@ -117,7 +117,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
 
 
 def _bare(config: TrainConfig, batches: list[tasks.Batch], warmup: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of the updates after the warm-up, and MiB."""
+    """Seconds of the updates after the warm-up, and peak memory in MiB."""
     task = tasks.get(config.task)
     counts = [float(task.count(batch)) for batch in batches]
     batches = [send_to_device(batch, device) for batch in batches]

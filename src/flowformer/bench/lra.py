@@ -3,15 +3,15 @@
     flowformer bench lra --out speed.csv --plot speed.png       # 1K to 4K tokens, batch 32
     flowformer bench lra --attentions flow softmax --lengths 256 512 --batch 2
 
-The paper states neither task, batch nor model of its table. Here the model is the Long-Range Arena's for bytes of text:
-four layers of four heads, width 256. That is the size its rivals have there; the Flowformer of `lra/text` has but one
-layer. Every attention sits in the same skeleton. The sequences fill their length, so none needs a mask, and softmax
-attention may take its fastest path. A step of training is a forward, a backward and an AdamW update.
+The paper does not state task, batch and model of its table. Here the model is the Long-Range Arena's byte-level text
+model: four layers, four heads, width 256. The rivals have this size there; the Flowformer of `lra/text` has only one
+layer. Only the attention differs. Sequences have full length, so no mask is needed, and softmax attention can use its
+fastest path. A training step is a forward pass, a backward pass and an AdamW update.
 
-First every attention, on this device and in this dtype, is checked against itself in float64 on the CPU: scores and
-gradients. Then each cell: median steps per second with the 20th and 80th percentile, peak memory above what model and
-optimiser hold, the ratio to softmax attention, and the paper's. What does not fit is marked OOM, beside the largest
-batch that does, found by halving. Rows are written as they come.
+First, scores and gradients of every attention, on this device and in this dtype, are checked against float64 on the
+CPU. Then each cell reports median steps per second with the 20th and 80th percentiles, peak memory above model and
+optimiser, the ratio to softmax attention, and the paper's ratio. OOM marks what does not fit, with the largest batch
+that fits, found by halving. Rows are written as they are measured.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SpeedCell:
     p20: float | None = None
     p80: float | None = None
     peak_mib: float | None = None
-    largest_batch: int | None = None  # that fits, of the batch and its halves
-    ratio: float | None = None  # to softmax attention in the same mode, at the same length
+    largest_batch: int | None = None  # that fits, found by halving
+    ratio: float | None = None  # to softmax attention in the same mode and at the same length
     paper_steps_per_second: float | str | None = None
     paper_ratio: float | None = None
 
@@ -104,7 +104,7 @@ def compiled(model: nn.Module, options) -> Callable[[Tensor], Tensor]:
 
 
 def check(name: str, options) -> str | None:
-    """What is wrong with an attention; None if scores and gradients are those of float64 on the CPU."""
+    """What is wrong with an attention; None if scores and gradients match float64 on the CPU."""
     model = build(name, CHECKED_LENGTH, options).eval()
     exact = copy.deepcopy(model).cpu().double()
     tokens, classes = batch(2, CHECKED_LENGTH, "cpu")
@@ -168,7 +168,7 @@ def measure(step: Callable[[Tensor, Tensor], None], size: int, length: int, opti
 
 
 def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
-    """("ok", result), or what prevented it and None; of a failed attempt nothing is left in memory."""
+    """("ok", result), or the reason of the failure and None; frees the memory of a failed attempt."""
     try:
         return "ok", call()
     except Exception as error:  # a failing attention must not stop the others
@@ -192,7 +192,7 @@ def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
             status, found = attempt(partial(measure, step, options.batch, length, options), options.device)
             size = options.batch
             while status == OOM and (size := size // 2):
-                model.zero_grad()  # some gradients may exist from before memory ran out
+                model.zero_grad()  # some gradients may have been computed before memory ran out
                 if attempt(partial(once, step, size, length, options), options.device)[0] == "ok":
                     break
         largest = size if status in ("ok", OOM) else None
@@ -200,7 +200,7 @@ def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
 
 
 def run(options) -> Iterator[SpeedCell]:
-    """All rows, the lengths one after the other, so that what is compared is measured close together."""
+    """All rows, by length, so that rows that are compared are measured close together."""
     for length in options.lengths:
         softmax: dict[str, float | None] = {}
         for name in sorted(options.attentions, key=lambda name: name != "softmax"):
@@ -226,7 +226,7 @@ def progress(row: SpeedCell) -> str:
 
 
 def table(rows: list[SpeedCell]) -> str:
-    """A part for each mode: attentions down, lengths across."""
+    """One table per mode: attentions in rows, lengths in columns."""
     lengths, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("length", "attention"))
     found = {(row.mode, row.attention, row.length): row for row in rows}
 

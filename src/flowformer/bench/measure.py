@@ -1,4 +1,4 @@
-"""What the benchmarks share: time, peak memory, a limit on it, and where all that was measured."""
+"""Helpers of the benchmarks: time, peak memory, a memory limit, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
 
 
 def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median of what the kernels of a run take when a CUDA graph replays them, so without the host."""
+    """The median time of the kernels of a run, replayed as a CUDA graph, without host overhead."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -48,7 +48,7 @@ def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    # flush the L2 cache, which would still hold data of the replay before
+    # flush the L2 cache, which would still hold data of the previous replay
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeats):
@@ -58,7 +58,7 @@ def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def host_microseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median time after which a call returns while an idle GPU goes on."""
+    """The median time until a call returns, without waiting for the GPU."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def launches(run: Callable[[], object]) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """The most memory that was held at once above what was held before."""
+    """Peak memory above what was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -109,8 +109,8 @@ def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
     """Limit memory: inside, allocations beyond the limit raise an error that `is_out_of_memory` recognises.
 
     Args:
-        gib: on a CPU, above what the process holds already. None is all there is of a GPU, and four fifths of what is
-            free on a CPU; without Linux a CPU then has no limit.
+        gib: on a CPU, above what the process already uses. None is all memory of a GPU, and four fifths of the free
+            memory on a CPU (no limit on systems other than Linux).
     """
     if device == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -141,7 +141,7 @@ def _kib(path: str, name: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # neither the allocator of the CPU nor cuBLAS has an error class of its own
+    # the CPU allocator and cuBLAS have no error class of their own
     told = any(sign in str(error) for sign in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
@@ -159,7 +159,7 @@ def csv_file(path: Path | None, row_type: type, facts: dict[str, str]) -> Iterat
 
 
 def machine(device: str, dtype: str) -> dict[str, str]:
-    """Where and with what a benchmark ran, for every row of its table."""
+    """Device, versions and commit of a benchmark, for every row of its table."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": str(torch.get_num_threads()),

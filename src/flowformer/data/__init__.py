@@ -1,6 +1,6 @@
 """The paper's data sets by name: `load("lra/text")` gives map-style datasets of dicts of tensors.
 
-Files are read where they lie, in the layouts in which they are published; see `store.root` for where that is. Items:
+Files are read in their published layout from the folder of `store.root`. Items:
 
     tokens     {"tokens" (N,) int64, "label" ()}
     pairs      {"first" (N,), "second" (N,), "label" ()}
@@ -54,7 +54,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
         name: one of `names()`.
         data_dir: the folder of all data sets; None is $FLOWFORMER_DATA, else ~/.cache/flowformer.
         partial: accept fewer cases than published; `info.differs` then says so.
-        options: of the reader of this set.
+        options: options of the reader of this set.
 
     Raises `MissingDataError` with what to download, `DamagedDataError` with the file that cannot be read.
     """
@@ -69,10 +69,10 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
 
 
 def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> Source | None:
-    """Where to get a data set that is not there; None if its files are. Nothing is read.
+    """Where to get a data set whose files are missing; None if they exist. No file is read.
 
     Args:
-        name, data_dir, options: as of `load`.
+        name, data_dir, options: see `load`.
     """
     record, folder = find(name), store.root(data_dir)
     return None if record.missing(folder, **options) is None else record.source.located(folder)
@@ -81,12 +81,12 @@ def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options
 def prepare(
     name: str, data_dir: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, **options: Any
 ) -> None:
-    """Generates a data set that is made rather than collected: "lra/listops" or "lra/pathfinder".
+    """Generates a synthetic data set: "lra/listops" or "lra/pathfinder".
 
     Args:
-        name, data_dir: as of `load`.
-        progress: called with the parts done and all parts.
-        options: of `listops.generate` or `pathfinder.generate`.
+        name, data_dir: see `load`.
+        progress: called with the number of finished parts and of all parts.
+        options: options of `listops.generate` or `pathfinder.generate`.
     """
     check_options(name, options, generator_options(name))
     record = find(name)

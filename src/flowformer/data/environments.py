@@ -1,6 +1,6 @@
 """The environments of the paper's reinforcement-learning table: one row each.
 
-Their data are read by `offline_rl`, played by `integrations.gymnasium`, and the returns asked for by `train.tasks`.
+`offline_rl` reads their data, `integrations.gymnasium` runs the environments, `train.tasks` uses the target returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Environment:
 
     Args:
         id: gymnasium's, without the version.
-        target_return: the larger of the two returns that the paper asks for; the other is half of it.
+        target_return: the larger of the paper's two target returns; the other is half of it.
         random_return, expert_return: D4RL's reference returns, which score 0 and 100.
         sizes: steps and episodes of D4RL's v2 files, by their quality; steps after the last end of an episode are in
             no episode.

@@ -1,4 +1,4 @@
-"""What the generators share: parts written in parallel, each atomically, so that generation can be resumed."""
+"""Helpers of the generators: parts are written in parallel, each atomically, so that generation can be resumed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The five tasks of the Long-Range Arena as token sequences.
 
-ListOps, retrieval and Pathfinder lie as in the release, under folder/lra_release; text is aclImdb, images are CIFAR-10.
+ListOps, retrieval and Pathfinder are in the layout of the release, in folder/lra_release; text is aclImdb, images are
+CIFAR-10.
 
 Shapes: M cases, N tokens of a case.
 """
@@ -189,7 +190,7 @@ def _pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_lengt
     check_positive(max_length=max_length)
     paths = record.require(folder)
     digest, found, parts = hashlib.sha256(), [differs], []
-    # a paper is in many pairs: kept once
+    # a paper occurs in many pairs: its text is stored once
     texts: dict[bytes, int] = {}
     cases = {part: list(_read_pairs(path, digest, texts, max_length)) for part, path in paths.items()}
     for part, path in paths.items():

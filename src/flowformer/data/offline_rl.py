@@ -126,7 +126,7 @@ def minari(name: str, folder: Path, *, partial: bool = False, window: int = 20) 
     """A Minari set such as "mujoco/hopper/medium-v0", from folder/minari/<name>.
 
     Args:
-        partial: changes nothing, since no size is published.
+        partial: has no effect, since no size is published.
         window: T.
     """
     files = minari_record(name).require(folder)["data"]
@@ -174,7 +174,7 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
 
 
 def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
-    """How many steps a file of D4RL has, and the episodes that end; steps after the last end are in none.
+    """The number of steps of a D4RL file, and its finished episodes; steps after the last end belong to none.
 
     Args:
         source: the path of the file, or the file opened with h5py.
@@ -222,7 +222,7 @@ def d4rl_record(name: str) -> DataSet:
 
 
 def _d4rl_files(environment: str, quality: str, folder: Path, version: str = "v2") -> dict[str, Path]:
-    """One file; where "medium-expert" has none, the two that it is made of."""
+    """One file; if "medium-expert" has none, the two files that it consists of."""
 
     def path(part: str) -> Path:
         return folder / "d4rl" / f"{environment}_{part.replace('-', '_')}-{version}.hdf5"

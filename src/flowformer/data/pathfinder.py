@@ -44,7 +44,7 @@ _WALL = 10  # a curve that leaves the image looks no further ahead than this
 
 
 class Direction(NamedTuple):
-    """A direction in which dashes run, with all that depends on it alone.
+    """A direction of dashes, with everything that depends on it alone.
 
     `step` is a unit; `weights` are the chances of the `_TURNS` after it; `ahead` draws a dash that starts at a place,
     `behind` one that ends there; `footprint` are the offsets that must be free for a curve to start.
@@ -65,7 +65,7 @@ class Stamp(NamedTuple):
 
 
 class _Curve:
-    """A growing curve: the pivot before its last dash, that dash's direction, claim and place, and the tip."""
+    """A growing curve: the pivot before its last dash, the dash's direction, claim and place, and the tip."""
 
     def __init__(self, start: tuple[int, int], direction: Direction) -> None:
         head = _moved(start, direction, _DASH)
@@ -151,7 +151,7 @@ def _targets(random_state: random.Random, image: np.ndarray, claimed: np.ndarray
 
 
 def _distract(random_state: random.Random, image: np.ndarray, claimed: np.ndarray) -> bool:
-    """Adds one short curve; without room for all of it, nothing."""
+    """Adds one short curve if there is room for all of it."""
     for _ in range(_DASH_TRIALS):
         direction = _directions()[random_state.randrange(360)]
         start = _free_start(random_state, claimed, direction)

@@ -13,7 +13,7 @@ RECORDS: dict[str, DataSet] = {
 
 
 def find(name: str) -> DataSet:
-    """The record of a data set; besides those of the paper, any "uea/<Set>" of the archive, and "minari/<id>"."""
+    """The record of a data set: one of the paper's, any "uea/<Set>" of the archive, or "minari/<id>"."""
     if name in RECORDS:
         return RECORDS[name]
     family, _, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""What every loader returns: datasets of dicts of tensors, what they hold, and how they become a batch.
+"""The result of every loader: datasets of dicts of tensors, a description of them, and `collate`.
 
 Shapes: B batch, N length of an item, C channels.
 """
@@ -21,19 +21,19 @@ MASKS = {"tokens": "mask", "series": "mask", "first": "first_mask", "second": "s
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a data set holds.
+    """Description of a data set.
 
     Args:
         name: as `load` takes it.
         checksum: of the files that were read.
         num_classes: of the labels.
-        vocab_size: token ids are smaller.
+        vocab_size: upper bound of token ids (exclusive).
         num_features: channels of a series, numbers of a state.
         num_actions: numbers of an action.
         max_length: no item is longer; for language, how many tokens are predicted at once.
         padding_id: the id that no token has; None where every id is a token.
-        environment: gymnasium's id of the environment with the physics of the data; empty where nothing is played.
-        differs: in words, how the data differ from the paper's; empty where they are the same.
+        environment: gymnasium's id of the environment with the physics of the data; empty for other data.
+        differs: a description of how the data differ from the paper's; empty if they are the same.
     """
 
     name: str
@@ -110,7 +110,7 @@ def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> di
     """Stacks items into a batch; tokens, series and pairs are padded at the end with zeros.
 
     A padded key brings a mask (B, N) bool, True = takes part: "mask" for tokens and series, "first_mask" and
-    "second_mask" for pairs. Where nothing was padded there is no mask: without one, everything takes part.
+    "second_mask" for pairs. A batch without padding has no mask.
 
     Args:
         length: pad at least to this length, as the paper's code does; None pads to the longest of the batch.

@@ -1,4 +1,4 @@
-"""Where data sets lie, what they are made of, and the errors for missing, damaged or incomplete ones."""
+"""Locations and records of data sets, and the errors for missing, damaged or incomplete ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .splits import Splits
 
 
 class MissingDataError(FileNotFoundError):
-    """A data set is not there; the message says what to get, how large it is and where to put it."""
+    """A data set is missing; the message says what to get, how large it is and where to put it."""
 
 
 class DamagedDataError(ValueError):
@@ -37,7 +37,7 @@ class Source:
     size: str
 
     def located(self, folder: Path) -> Source:
-        """The source with the path of that folder in its advice."""
+        """The source with the path of the folder filled in."""
         return replace(self, get=self.get.replace("{folder}", str(folder)))
 
 
@@ -49,7 +49,7 @@ def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: where it comes from, which files it is, and what reads or generates them.
+    """A data set: its source, its files, and the functions that read or generate them.
 
     Args:
         name: as `load` takes it.
@@ -58,7 +58,7 @@ class DataSet:
             may decide which these are.
         reader: from that folder and the options of `load` to `Splits`.
         sizes: how many cases, or what else is counted, the published parts have; None is not known.
-        generator: writes the files into their folder, for a set that is made rather than collected.
+        generator: writes the files into their folder, for synthetic sets.
     """
 
     name: str
@@ -69,7 +69,7 @@ class DataSet:
     generator: Callable[..., None] | None = None
 
     def missing(self, folder: Path, **options: Any) -> Path | None:
-        """The first of the files that is not there.
+        """The first missing file.
 
         Args:
             options: of the reader; those that do not decide which files are read are ignored.
@@ -79,7 +79,7 @@ class DataSet:
         return next((path for path in paths.values() if not path.exists()), None)
 
     def require(self, folder: Path, **options: Any) -> dict[str, Path]:
-        """The files; raises `MissingDataError` if one is not there."""
+        """The files; raises `MissingDataError` if one is missing."""
         missing = self.missing(folder, **options)
         if missing is not None:
             source = self.source.located(folder)
@@ -91,7 +91,7 @@ class DataSet:
 
 
 def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:
-    """In words, how a count differs from the published one; fewer raise `DamagedDataError` unless `partial`."""
+    """A description of how a count differs from the published one; fewer raise `DamagedDataError` unless `partial`."""
     if not found:
         raise DamagedDataError(f"{path} has no {what}. Get it again.")
     if published is None or found == published:
@@ -105,7 +105,7 @@ def complete(path: Path, what: str, found: int, published: int | None, *, partia
 
 
 def notes(*differences: str) -> str:
-    """Differences in words, joined; empty ones are left out."""
+    """Joins descriptions of differences; empty ones are left out."""
     return "; ".join(filter(None, differences))
 
 

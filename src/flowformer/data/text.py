@@ -1,4 +1,4 @@
-"""Text to predict: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
+"""Language modelling: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
 
 A case is {"tokens" (L + 1,)}: token i + 1 is to be predicted from tokens 0 to i. Training cases are whole; the last
 case of a validation or test part may be shorter, so that every token is predicted once.
@@ -39,7 +39,7 @@ def wikitext103(folder: Path, *, partial: bool = False, length: int = 512, conte
     """WikiText-103 by words, every word of training in the vocabulary, from folder/wikitext-103/wiki.<part>.tokens.
 
     Args:
-        length: L, how many tokens a case predicts, or reads where there is context.
+        length: L, how many tokens a case predicts, or reads if there is context.
         context: how many of the tokens that a validation or test case reads were predicted by cases before it; such
             cases have a key "context" (), and only predictions from there on count. The paper has 400 of 512.
     """
@@ -47,12 +47,12 @@ def wikitext103(folder: Path, *, partial: bool = False, length: int = 512, conte
 
 
 def ptb(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
-    """Penn Treebank by words, in Mikolov's version, from folder/ptb/ptb.<part>.txt; arguments as of `wikitext103`."""
+    """Penn Treebank by words, in Mikolov's version, from folder/ptb/ptb.<part>.txt; arguments as for `wikitext103`."""
     return _words(PTB, folder, "not in the paper", partial, length, context)
 
 
 def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
-    """The first 100 MB of Wikipedia by bytes, 90 / 5 / 5 %, from folder/enwik8; arguments as of `wikitext103`."""
+    """The first 100 MB of Wikipedia by bytes, 90 / 5 / 5 %, from folder/enwik8; arguments as for `wikitext103`."""
     path = ENWIK8.require(folder)["all"]
     data = path.read_bytes()
     differs = store.complete(path, "bytes", len(data), ENWIK8.sizes["all"], partial=partial)
@@ -115,7 +115,7 @@ def _words(record: DataSet, folder: Path, differs: str, partial: bool, length: i
     ids = {word: index for index, word in enumerate(vocabulary)}
     found, parts = [differs], []
     for part, path in paths.items():
-        # the first word is predicted too, from the end of a line before it
+        # an end of line is prepended, so that the first word is predicted too
         tokens = array("i", [_END])
         for words in _lines(path):
             tokens.extend([ids.get(word, _UNKNOWN) for word in words])

@@ -36,7 +36,7 @@ SIZES = {
 
 
 def load(name: str, folder: Path, *, partial: bool = False, max_length: int | None = None) -> Splits:
-    """A set of the archive, from folder/uea/<name>/<name>_{TRAIN,TEST}.ts or from the few that aeon brings along.
+    """A set of the archive, from folder/uea/<name>/<name>_{TRAIN,TEST}.ts or from the few sets shipped with aeon.
 
     Args:
         max_length: longer series are cut; None cuts test series at the longest training series, as the paper's code.
@@ -90,7 +90,7 @@ def record(name: str) -> DataSet:
 
 
 def _files(name: str, folder: Path) -> dict[str, Path]:
-    """In folder/uea, else among the few sets that aeon brings along."""
+    """In folder/uea, else among the few sets shipped with aeon."""
     local = folder / "uea" / name
     # a folder that the user passed but that does not exist is a mistake, which aeon's copy would hide
     mistyped = folder != store.root() and not folder.is_dir()
@@ -109,8 +109,8 @@ def _parts(home: Path, name: str) -> dict[str, Path]:
 def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
     """The series, each (N, C) without gaps, their labels, and the names of the classes.
 
-    Training needs no more of aeon than its reader, which brings scikit-learn and numba along: this is the part of the
-    format that the archive uses.
+    Reads the part of the format that the archive uses. aeon's own reader would make training depend on scikit-learn and
+    numba.
     """
     try:
         header, _, body = path.read_text().partition("@data")

@@ -144,8 +144,8 @@ def imagenet(
     The checksum is of the names and sizes of the files, not of their 150 GB. A damaged image is named when it is read.
 
     Args:
-        size: Y = X of an image; evaluation takes the middle of an image scaled to 8/7 of it.
-        augment: random augmentation and colour jitter; False has random crops and reflections alone.
+        size: Y = X of an image; evaluation takes the centre crop of an image scaled to 8/7 of it.
+        augment: random augmentation and colour jitter; False has random crops and reflections only.
         erase: how often a random rectangle of a training image becomes noise; DeiT has 0.25.
     """
     roots = IMAGENET.require(folder)

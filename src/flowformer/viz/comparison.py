@@ -1,4 +1,4 @@
-"""The paper's comparison of attentions: what each gives weight to, over the same images or series, side by side.
+"""The paper's comparison of attentions: the weights of the sources, for the same images or series, side by side.
 
 Shapes: B examples, N tokens, C channels, Y × X pixels, H heads, L layers.
 """
@@ -19,9 +19,9 @@ from .maps import image_panels, over_pixels
 
 @torch.no_grad()
 def source_weights(model: FlowModel, *inputs: Any, layer: int = -1) -> Tensor:
-    """How much weight each source has, (B, N), the mean over the heads: what the paper draws.
+    """The weight of each source, (B, N), averaged over the heads, as plotted in the paper.
 
-    That is the competition of Flow-Attention, and the sum of the attention's weights to a source for any other.
+    For Flow-Attention this is the competition; for others the total weight that a source gets from all sinks.
 
     Args:
         model: with any attention, in evaluation mode.
@@ -55,13 +55,13 @@ def degeneracies(models: Mapping[str, FlowModel], *inputs: Any, top: float = 0.1
 def compare_over_images(
     models: Mapping[str, FlowModel], images: Tensor, shown: Tensor, *, titles: Sequence[str] = (), layer: int = -1
 ) -> Figure:
-    """Images, and beside each what every model gives weight to, each map scaled from its minimum to its maximum.
+    """Images, and beside each the weights of its patches in every model, each map scaled from minimum to maximum.
 
     Args:
         models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
         images: (B, 3, Y, X), as the models take them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image, or none.
+        titles: one per image, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
@@ -83,13 +83,13 @@ def compare_over_time(
     titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
-    """Time series, and below each what every model gives weight to, relative to the mean over the steps.
+    """Time series, and below each the weights of its steps in every model, relative to the mean over the steps.
 
     Args:
         models: by the name in the legend.
         series: (B, N, C), a column of panels each.
         mask: (B, N) bool, True = takes part.
-        titles: one a series, or none.
+        titles: one per series, or none.
         layer: whose weights.
     """
     weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}

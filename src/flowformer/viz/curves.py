@@ -15,7 +15,7 @@ _NOT_SCORES = ("kind", "split", "step", "epoch", "model")
 
 
 def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """The loss and every score of runs over their updates; what no run has recorded gets no panel.
+    """The loss and every score of runs over their updates; scores that no run has recorded get no panel.
 
     Args:
         logs: the records of each run, by the name it has in the legend.
@@ -47,7 +47,7 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def speed_curves(path: Path) -> Figure:
-    """Time over the length, from the CSV of a benchmark, forward above forward and backward.
+    """Time over the length, from the CSV of a benchmark; forward in the top row, forward and backward below.
 
     A column for each kind of attention, shape, device and dtype: only the length differs along a line.
     """
@@ -86,7 +86,7 @@ def speed_curves(path: Path) -> Figure:
 def speed_bars(path: Path) -> Figure:
     """Steps per second of every attention, from the CSV of `flowformer bench lra`; a panel for each mode and length.
 
-    A dashed line continues softmax attention. A diamond is where the paper's ratio to it puts an attention.
+    The dashed line is softmax attention. A diamond marks the paper's ratio to it.
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -133,7 +133,7 @@ def speed_bars(path: Path) -> Figure:
 
 
 def _conditions(row: Mapping[str, str], shape: str) -> str:
-    """Under what a row was measured: device, dtype and shape, as far as the row says so."""
+    """The conditions of a row: device, dtype and shape, as far as the row has them."""
     compiled = "compiled" if row.get("compiled") == "True" else ""
     return ", ".join(filter(None, (row.get("device"), row.get("dtype"), compiled, shape)))
 
@@ -143,7 +143,7 @@ _BARS = ("attention", "length", "mode", "status", "steps_per_second")
 
 
 def speed_figure(path: Path) -> Figure:
-    """The figure of a benchmark's CSV, bars or curves, whichever its columns are for."""
+    """The figure of a benchmark's CSV: bars or curves, depending on its columns."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; accepted: the CSV that a benchmark wrote with --csv or --out.")
     with path.open(newline="") as file:

@@ -30,14 +30,14 @@ def over_time(
     layer: int = -1,
     columns: int = 3,
 ) -> Figure:
-    """Time series, and below each how its steps compete as sources and what they take as sinks.
+    """Time series, and below each the competition (as sources) and allocation (as sinks) of its steps.
 
-    Competition has its scale on the left and allocation on the right, each the same in all panels.
+    Competition uses the left axis and allocation the right one, with the same scales in all panels.
 
     Args:
         series: (B, N, C), a panel each.
         mask: (B, N) bool, True = takes part.
-        titles: one a panel, or none.
+        titles: one per panel, or none.
         layer: whose maps; the mean over the heads is drawn, and how far the heads are apart.
         columns: panels side by side.
     """
@@ -91,12 +91,12 @@ def over_images(
     titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
-    """Images, and beside each how its patches compete as sources and what they take as sinks.
+    """Images, and beside each the competition (as sources) and allocation (as sinks) of its patches.
 
     Args:
         images: (B, 3, Y, X), as the model takes them.
         shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one an image, or none.
+        titles: one per image, or none.
         layer: whose maps; the mean over the heads is drawn, on one scale for all images, shown below.
     """
     maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)
@@ -138,7 +138,7 @@ def over_pixels(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor
 
 
 def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
-    """The maps of a layer, and in words which these are."""
+    """The maps of a layer, and a description of the layer."""
     if not -len(maps) <= layer < len(maps):
         raise ValueError(
             f"the model has {len(maps)} layers; accepted: from {-len(maps)} to {len(maps) - 1}, got {layer}."
@@ -148,7 +148,7 @@ def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
 
 
 def _range(values: Tensor, present: Tensor) -> tuple[float, float]:
-    """Lowest and highest of (B, H, N) where steps are present, (B, N), and some room around them."""
+    """Minimum and maximum of (B, H, N) where steps are present, (B, N), with a margin."""
     there = values.float().cpu().movedim(1, 2)[present]  # (steps, H)
     low, high = float(there.min()), float(there.max())
     room = 0.05 * (high - low) or 0.5

@@ -1,4 +1,4 @@
-"""The results page: one HTML file with tables that sort, curves, figures and provenance, which needs no network."""
+"""The results page: one self-contained HTML file with sortable tables, curves, figures and provenance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-POINTS = 300  # of a curve: more than a screen shows
+POINTS = 300  # per curve: more than a screen shows
 
 
 def results_page(
@@ -36,13 +36,13 @@ def results_page(
             for caption, path in figures.items()
         ],
     }
-    # a tag inside, such as </script>, would be one of the page
+    # escaped, so that a tag such as </script> in the data does not end the script
     payload = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return _TEMPLATE.replace("@title@", html.escape(title)).replace("@data@", payload)
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, the scores of runs that diverged: JSON has neither."""
+    """The value with None for NaN and infinity, which diverged runs have and JSON does not."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

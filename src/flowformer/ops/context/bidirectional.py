@@ -1,7 +1,7 @@
 """Bidirectional Flow-Attention of one rank's part of the sequence: passes over its tokens between the exchanges.
 
-Every pass walks over blocks of heads and computes their features again, so that no intermediate is as large as an
-input. What is kept for the backward pass is a few numbers per token, and the sums.
+Every pass loops over blocks of heads and recomputes their features, so that no intermediate is as large as an input.
+Only a few numbers per token and the sums are saved for the backward pass.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), of this rank; numbers per token (B, H, N) or
 (B, H, M); sums (B, H, 2, D).
@@ -76,7 +76,7 @@ class Part(NamedTuple):
         return self.new_empty(2, self.query.shape[3])
 
     def counts(self) -> Tensor:
-        """How many sinks and sources take part, (B, H, 2)."""
+        """The numbers of valid sinks and sources, (B, H, 2)."""
         counts = self.new_empty(2)
         for i, (mask, tokens) in enumerate(((self.query_mask, self.query), (self.key_mask, self.key))):
             counts[..., i] = tokens.shape[2] if mask is None else mask.sum(-1, keepdim=True)
@@ -152,7 +152,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
     bounded, log_outgoing = _log_sum(bounded, part.key_mask)
     conserved_incoming, log_incoming = _log_sum(conserved_incoming, part.query_mask)
 
-    # the softmax of this rank's sources, until the other ranks are known
+    # the softmax over this rank's sources only; merged with the other ranks below
     over_tokens = variant.competition == "softmax" and variant.competitors == "tokens"
     match variant.competition:
         case "softmax" if over_tokens:
@@ -193,7 +193,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
 
 
 def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; the equations are those of `torch/bidirectional.py`."""
+    """The gradients of query, key and value, with the equations of `torch/bidirectional.py`."""
     variant, eps = part.variant, part.variant.eps
     n, m = f.counts.split(1, -1)
     received = f.allocation * f.inverse_incoming
@@ -232,7 +232,7 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         case "none":
             grad_incoming = torch.zeros_like(taken)
 
-    # the conserved flows, then the flows they were made of
+    # the conserved flows, then the flows that they are computed from
     conserved_grads = part.vectors()
     for block in part.blocks():
         rows = [
@@ -281,7 +281,7 @@ def _received_grad(grad: Tensor, received: Tensor, part: Part, block: HeadBlock)
 
 
 def _log_sum(flow: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The flow with the lowest number where masked, and log Σ exp(flow), finite also where there is no token."""
+    """The flow with the lowest finite number where masked, and log Σ exp(flow), finite even without tokens."""
     lowest = torch.finfo(flow.dtype).min
     if mask is not None:
         flow = flow.masked_fill(~mask[:, None], lowest)

@@ -1,4 +1,4 @@
-"""Causal Flow-Attention of one rank's part of the sequence: the state of the ranks before it, level by level.
+"""Causal Flow-Attention of one rank's part of the sequence: the state of the earlier ranks, level by level.
 
 Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N), of this rank; the three tensors of
 a state are those of `FlowState`.
@@ -24,8 +24,8 @@ from ..variant import FlowVariant
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]
-# Every level has gradients of all tokens, which are added up. With heads in groups, those of one group at a time are
-# held beside the sums.
+# Every level has gradients of all tokens, which are summed. Processing heads in groups limits the memory to the
+# gradients of one group beside the sums.
 HEAD_GROUPS = 4
 
 
@@ -45,13 +45,13 @@ def attend(
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
-        state: before the first token of the first rank, the same on every rank; None is that of nothing.
+        state: before the first token of the first rank, the same on every rank; None is an empty state.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
         powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
-        recurrent: of a backend.
+        recurrent: the backend's recurrent function.
     """
     if query.shape[2] == 0 and not variant.has_operator:
-        # without tokens plain operators have no graph, and the other ranks wait for its backward pass
+        # without tokens plain operators build no graph, but the other ranks wait for this rank's backward pass
         query, key, value = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
         result, end = attend(query, key, value, mask, state, scale, variant, exchange, with_end, powers, recurrent)
@@ -62,7 +62,7 @@ def attend(
     key_heads = key.shape[1]
 
     def split_heads(x: Tensor) -> tuple[Tensor, ...]:
-        """Groups of heads (B, H or H_kv, ...); those of queries are with the key heads that they share."""
+        """Groups of heads (B, H or H_kv, ...); query heads stay with the key head that they share."""
         groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
         return groups
 
@@ -110,7 +110,7 @@ def attend(
         sums += conserved.unbind(-2)
 
         logs = end_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
-        # those that the variant reads: log Σ exp(Ô), log Σ exp(Î)
+        # the logarithms that the variant uses: log Σ exp(Ô), log Σ exp(Î)
         read = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
         if "softmax" in (variant.competition, variant.allocation):
             _, (*_, local) = run(no_values, sums, no_memory, nothing)
@@ -136,19 +136,19 @@ def attend(
             end_sums = torch.cat([end_sums, end_competing[..., None, :]], -2)
         count = end_flow_sums[2].detach()
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
-        # a logarithm that the variant does not read stays as it is
+        # a logarithm that the variant does not use stays unchanged
         unread = first[2][..., 1:]
         end_logs = torch.cat([unread[..., : read.start], end_logs[..., read], unread[..., read.stop :]], -1)
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
 
 
 def _without_last(memory: Tensor) -> tuple[Tensor, Tensor]:
-    """S (B, H, D, E) and Σ c k (B, H, D), of both in one."""
+    """S (B, H, D, E) and Σ c k (B, H, D), from a tensor with both."""
     return memory[..., :-1], memory[..., -1]
 
 
 class _FeatureSum(torch.autograd.Function):
-    """Σ φ(scale·x) over the tokens of x (B, H, N, D), which keeps nothing but x."""
+    """Σ φ(scale·x) over the tokens of x (B, H, N, D); saves only x for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
@@ -176,9 +176,9 @@ def _feature_sum_gradient(
 
 
 class _Before(torch.autograd.Function):
-    """The sum of x over the ranks before, and over all ranks; the gradient is summed over the ranks after.
+    """The sum of x over earlier ranks, and over all ranks; the gradient is summed over later ranks.
 
-    The last numbers, so many as `constants` says, have no gradient.
+    The last `constants` numbers have no gradient.
     """
 
     @staticmethod
@@ -200,7 +200,7 @@ def _before_gradient(
 
 
 class _LogBefore(torch.autograd.Function):
-    """log Σ exp of x over the ranks before and `first`, and over all ranks."""
+    """log Σ exp of `first` and of x of earlier ranks, and over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""The collectives of context parallelism, and the count of what they send.
+"""The collectives of context parallelism, and a count of the bytes sent.
 
-Sums run over the ranks in order, so results are the same in every run with as many ranks. P is the number of ranks.
+Sums are taken in rank order, so results are the same in every run with the same number of ranks, P.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh
-# bytes of all ranks together up to which each rank gets the numbers of all ranks in one collective. Above, each rank
-# adds up one slice of the numbers: two collectives, but 2(P − 1)/P times the bytes instead of P − 1 times.
+# Bytes over all ranks up to which every rank gets the numbers of all ranks in one collective. Above, each rank sums one
+# slice of the numbers: two collectives, but 2(P − 1)/P times the bytes instead of P − 1 times.
 GATHERED_BYTES = 2**15
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent.
+    """Counts what this rank has sent.
 
     Args:
         stages: exchanges, each of which depends on the one before.
         collectives: calls of torch.distributed; an exchange takes one or two.
         bytes: sent to other ranks.
-        checks: bytes sent to compare the arguments of the ranks, which are not among the others.
+        checks: bytes sent to compare the arguments of the ranks, not included in `bytes`.
     """
 
     stages: int = 0
@@ -62,7 +62,7 @@ def traffic() -> Iterator[Traffic]:
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The process group of a group or of a mesh with one dimension, of which this process is a rank."""
+    """The process group of a group or of a one-dimensional mesh that contains this process."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names or ()
@@ -79,11 +79,11 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
 
 class Exchange:
-    """Sums over the ranks of a group, of tensors (rows, ...) with a row for each sequence that is cut.
+    """Sums over the ranks of a group, of tensors (rows, ...) with one row per split sequence.
 
     Args:
-        rows: which of all the rows this rank has, where it has not all of them.
-        num_rows: how many there are in the group.
+        rows: the indices of this rank's rows; None if it has all.
+        num_rows: the number of rows in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rows: Tensor | None = None, num_rows: int = 0) -> None:
@@ -99,8 +99,8 @@ class Exchange:
     def softmax_total(self, x: Tensor, logs: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
         """The sum of all ranks' x (rows, H, ...), and log Σ exp of all ranks' logs (rows, H, L).
 
-        If weighted, x was made with a softmax over this rank's tokens whose normaliser is logs[..., 0], and the sum is
-        what a softmax over the tokens of all ranks would give.
+        If weighted, x was computed with a softmax over this rank's tokens whose log-normaliser is logs[..., 0], and the
+        sum is that of a softmax over the tokens of all ranks.
         """
         self._begin_stage()
         x, logs = self._all_rows(x), self._all_rows(logs, torch.finfo(logs.dtype).min)
@@ -113,16 +113,16 @@ class Exchange:
             start = 0 if self._is_small(x) else self.rank * numbers.shape[1]
             number = torch.arange(start, start + numbers.shape[1], device=x.device)
             head = number.div(max(math.prod(x.shape[2:]), 1), rounding_mode="floor")
-            # the last slice is filled up with zeros of no head
+            # the last slice is padded with zeros
             numbers = numbers * weights[:, head.clamp_max(max(weights.shape[1] - 1, 0))]
         return self._own_rows(self._join(numbers.sum(0), x)), self._own_rows(merged)
 
     def before(self, x: Tensor, with_total: bool) -> tuple[Tensor, Tensor | None]:
-        """The sum of x over the ranks before this one, and over all ranks if `with_total`."""
+        """The sum of x over earlier ranks and, if `with_total`, over all ranks."""
         return self._running(x, with_total, reverse=False)
 
     def after(self, x: Tensor, of_total: Tensor | None) -> Tensor:
-        """The gradient of what was given to `before`, from those of the two sums that it returned."""
+        """The gradient of the argument of `before`, from the gradients of the two sums that it returned."""
         if of_total is None:
             return self._running(x, False, reverse=True)[0]
         after, total = self._running(torch.stack([x, of_total], 1), True, reverse=True)
@@ -130,23 +130,23 @@ class Exchange:
         return after[:, 0] + total[:, 1]
 
     def running_log(self, x: Tensor, first: Tensor) -> Tensor:
-        """log Σ exp of `first` and of x of the ranks before each rank, (P + 1, rows, ...); the last is of all ranks."""
+        """log Σ exp of `first` and of x of earlier ranks, for each rank, (P + 1, rows, ...); the last is over all."""
         every = self._gathered(x, torch.finfo(x.dtype).min)
         return torch.cat([first[None], every]).logcumsumexp(0)
 
     def log_after(self, x: Tensor, of_total: Tensor | None, running: Tensor) -> Tensor:
-        """The gradient of running[rank + 1], from those of running[rank] and running[-1], of all ranks."""
+        """The gradient of running[rank + 1], from all ranks' gradients of running[rank] and running[-1]."""
         own = x[:, None] if of_total is None else torch.stack([x, of_total], 1)
         grads, end = self._gathered(own, 0.0), running[self.rank + 1]
         grad = ((end - running[self.rank + 1 : -1]).exp() * grads[self.rank + 1 :, :, 0]).sum(0)
         return grad if of_total is None else grad + (end - running[-1]).exp() * grads[:, :, 1].sum(0)
 
     def integers(self, x: Tensor) -> Tensor:
-        """All ranks' x, (P, ...), as lengths of sequences."""
+        """All ranks' x, (P, ...), for integers such as lengths of sequences."""
         return self._gather(x)
 
     def _running(self, x: Tensor, with_total: bool, reverse: bool) -> tuple[Tensor, Tensor | None]:
-        """The sum of x over the ranks before this one, or after it if reversed; and the sum over all ranks."""
+        """The sum of x over the ranks before this one, or after it if `reverse`, and the sum over all ranks."""
         self._begin_stage()
         x = self._all_rows(x)
         numbers = self._collect(x.flatten())
@@ -160,7 +160,7 @@ class Exchange:
         return self._own_rows(own.view_as(x)), self._own_rows(self._join(total, x)) if with_total else None
 
     def _gathered(self, x: Tensor, missing: float) -> Tensor:
-        """All ranks' x, (P, rows, ...); `missing` stands in rows that a rank does not have."""
+        """All ranks' x, (P, rows, ...), with `missing` in rows that a rank does not have."""
         self._begin_stage()
         gathered = self._gather(self._all_rows(x, missing))
         return gathered if self.rows is None else gathered[:, self.rows]
@@ -177,14 +177,14 @@ class Exchange:
         return self.size * x.nbytes <= GATHERED_BYTES
 
     def _collect(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        """The ranks' numbers that this rank adds up, all of x or a slice of it, each followed by all of `extra`."""
+        """The numbers of all ranks that this rank sums, all of x or a slice of it, each followed by all of `extra`."""
         if self._is_small(x):
             return self._gather(x if extra is None else torch.cat([x, extra]))
         slices = F.pad(x, (0, -len(x) % self.size)).view(self.size, -1)
         return self._swap(slices if extra is None else torch.cat([slices, extra.expand(self.size, -1)], 1))
 
     def _join(self, own: Tensor, like: Tensor) -> Tensor:
-        """The sums that the ranks have made, one slice each, in the shape of `like`."""
+        """The sums of all ranks, one slice each, in the shape of `like`."""
         if not self._is_small(like):
             own = self._gather(own).flatten()[: like.numel()]
         return own.view_as(like)
@@ -198,7 +198,7 @@ class Exchange:
         return gathered
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Sends row r of x (P, ...) to rank r, and returns the rows that the ranks have sent to this one."""
+        """Sends row r of x (P, ...) to rank r, and returns the rows received from all ranks."""
         x = x.contiguous()
         received = torch.empty_like(x)
         self._count((self.size - 1) * x[0].nbytes)
@@ -227,7 +227,7 @@ class Exchange:
 
 
 def tokens_before(counts: Tensor, group: Group) -> Tensor:
-    """How many tokens of each sequence the ranks before this one have, (B,), from this rank's counts (B,)."""
+    """The number of tokens of each sequence on earlier ranks, (B,), from this rank's counts (B,)."""
     exchange = Exchange(process_group(group))
     return exchange.integers(counts)[: exchange.rank].sum(0)
 
@@ -250,11 +250,11 @@ _agreed: set[tuple[str, int]] = set()
 
 
 def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: str, refused: bool = False) -> None:
-    """Raises on every rank if the ranks call with different arguments, which would make them wait for one another.
+    """Raises on every rank if the ranks call with different arguments, which would deadlock.
 
-    On a CPU the ranks compare at every call. On other devices, where to read the answer stalls the stream, they do so
-    when a rank meets these arguments for the first time: ranks that agreed once and then differ are noticed only if
-    the arguments are new to all of them.
+    On a CPU the ranks compare at every call. On other devices, where reading the result would synchronise, they compare
+    when a rank sees these arguments for the first time: a later disagreement is detected only if the arguments are new
+    to all ranks.
 
     Args:
         arguments: what must be the same; if `refused`, why this rank cannot make the call.

@@ -1,4 +1,4 @@
-"""`flow_attention`, `flow_attention_recurrent` and `flow_attention_varlen` of sequences that are cut over ranks."""
+"""`flow_attention`, `flow_attention_recurrent` and `flow_attention_varlen` for sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _not_compiled(function: _F) -> _F:
-    """The exchanges read lengths and answers on the host, which would break a graph anyway."""
+    """Excludes a function from torch.compile: the exchanges read results on the host, which breaks the graph anyway."""
     return cast(_F, torch.compiler.disable(function))
 
 
@@ -106,7 +106,7 @@ def varlen(
     backend: str | None,
     group: Group,
 ) -> Tensor:
-    """See `flow_attention_varlen`. Sequences that lie on one rank are computed there; the others are exchanged."""
+    """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
     with _told_refusals(group, query) as ranks:
         query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
         checks.cu_seqlens(query, *lengths)
@@ -154,7 +154,7 @@ def _bidirectional(backend: backends.Backend, variant: FlowVariant, powers: Tens
 
 
 def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
-    """The function that computes this rank's part, and the last state if it is needed."""
+    """The function that computes this rank's part and, if needed, the last state."""
     if backend.name == "triton":
         from ..triton.causal import cut
 
@@ -173,7 +173,7 @@ def _bounds(lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
 
 
 def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> PaddedSequences:
-    """The chosen sequences as rows, none if there are none."""
+    """The chosen sequences as padded rows; there may be none."""
     start, length = (
         torch.tensor([each[i] for i in chosen], dtype=torch.long, device=x.device)[:, None]
         for each in (starts, lengths)
@@ -193,13 +193,13 @@ def _checked_variant(
 def _choose(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
 ) -> backends.Backend:
-    """The backend of what a rank computes; bidirectional, all but "triton" take the functions of "torch"."""
+    """The backend of a rank's part; for bidirectional attention, all backends but "triton" use "torch"."""
     return backends.choose(backend, query, key, value, is_causal, variant)
 
 
 @contextmanager
 def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
-    """Tells the other ranks if this one refuses its arguments: they would wait for it."""
+    """Tells the other ranks if this one refuses its arguments; otherwise they would wait for it."""
     ranks = process_group(group)
     try:
         yield ranks

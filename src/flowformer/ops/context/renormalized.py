@@ -1,5 +1,5 @@
-"""Renormalised bidirectional Flow-Attention of one rank's part of the sequence: plain operators, which torch
-differentiates, between exchanges that have gradients.
+"""Renormalised bidirectional Flow-Attention of one rank's part of the sequence: plain torch operators with autograd,
+between differentiable exchanges.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), masks (B, N) and (B, M), of this rank.
 """
@@ -83,14 +83,14 @@ def attend(
 
 
 def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
-    """(x + ε)·(total + ε) + ε', without ever storing x + ε."""
+    """(x + ε)·(total + ε) + ε', without storing x + ε."""
     total = total + variant.eps
     flow = (x @ total[..., None])[..., 0]
     return flow + (variant.eps * total.sum(-1, keepdim=True) + variant.flow_eps)
 
 
 def _count(mask: Tensor | None, x: Tensor) -> Tensor:
-    """How many tokens take part, (B, H, 1)."""
+    """The number of valid tokens, (B, H, 1)."""
     tokens = x.shape[2] if mask is None else mask.sum(-1, keepdim=True)
     return x.new_zeros(*x.shape[:2], 1) + tokens
 

@@ -31,9 +31,9 @@ def decode(
     mask: Mask = None,
     powers: Powers = None,
 ) -> Tensor:
-    """The result (B, H, 1, E) of one more token. The state is changed in place, except in rows where mask is False.
+    """The result (B, H, 1, E) of one more token. The state is updated in place, except in rows where mask is False.
 
-    Not differentiable. The tensors of the state must be contiguous: they are written where they lie.
+    Not differentiable. The tensors of the state must be contiguous, since they are updated in place.
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode takes one token a call, got {query.shape[2]}; pass several to causal with the state.")

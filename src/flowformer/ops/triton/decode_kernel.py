@@ -78,7 +78,7 @@ def decode_kernel(
             if p_powers is not None:
                 allocation = tl.exp(tl.load(p_powers + heads + head) * tl.log(allocation))
             received *= allocation
-        # several threads hold the same element of a vector: none may store before all have loaded
+        # several threads hold the same element of a vector: all must have loaded it before one stores it
         tl.debug_barrier()
         tl.store(p_vectors + KEY_SUM * D, key_sum, mask=inner)
         tl.store(p_vectors + QUERY_SUM * D, query_sum, mask=inner)

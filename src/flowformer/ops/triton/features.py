@@ -1,7 +1,7 @@
 """The feature map φ and its derivative, for use inside Triton kernels.
 
-FAST selects the hardware's tanh, whose error of 2⁻¹¹ is below the rounding of bfloat16 but not of float32; `fast` says
-where it may be used.
+FAST selects the hardware's tanh, whose error of 2⁻¹¹ is below the rounding error of bfloat16 but not of float32; `fast`
+decides where it may be used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fast(dtype: torch.dtype, device: torch.device) -> bool:
 
 @triton.jit
 def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
-    """φ(scale·x), MAP being the `feature_map` of a FlowVariant; without a scale it is 1."""
+    """φ(scale·x), where MAP is the `feature_map` of a FlowVariant; a scale of None is 1."""
     x = x.to(tl.float32)
     if MAP == "sigmoid" and FAST and scale is not None:
         return half_sigmoid(x * (0.5 * scale))
@@ -37,7 +37,7 @@ def feature(x, scale, MAP: tl.constexpr, FAST: tl.constexpr):
         return tl.maximum(x, 0.0)
 
 
-# PTX for two bfloat16 in a register: HALVE gives x/2 of each, the rest φ and φ + ε
+# PTX for two bfloat16 packed in a register: HALVE computes x/2 of each, the rest φ and φ + ε
 _FAST_PAIR = """
 {
     .reg .b32 half, one, minus_zero, low, high;
@@ -63,9 +63,9 @@ _SCALED_PAIR = tl.constexpr(_FAST_PAIR.replace("HALVE", _SPLIT.format("$2") + "m
 
 @triton.jit
 def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):
-    """φ(scale·x) and φ(scale·x) + ε, as operands of a product; without a scale it is 1."""
+    """φ(scale·x) and φ(scale·x) + ε, as operands of a product; a scale of None is 1."""
     if MAP == "sigmoid" and FAST and x.dtype == tl.bfloat16 and PRECISION == "bf16":
-        # two numbers at a time, packed in a register: conversions would cost more than the sigmoid
+        # two numbers at a time, packed in a register: converting to float32 and back costs more than the sigmoid
         eps = tl.cast(eps, tl.bfloat16)
         if scale is None:
             return tl.inline_asm_elementwise(
@@ -79,18 +79,18 @@ def rounded_features(x, scale, eps, MAP: tl.constexpr, FAST: tl.constexpr, PRECI
     return operand(phi, PRECISION), operand(phi + eps, PRECISION)
 
 
-# φ(0): what the features of small inputs have in common
+# φ(0), the value that features of small inputs are close to
 CENTRES = {"sigmoid": 0.5, "elu+1": 1.0, "relu": 0.0}
 
 
 @triton.jit
 def centred_feature(x, scale, MAP: tl.constexpr):
-    """φ(scale·x) − φ(0) without cancellation, of "sigmoid" or "elu+1"; without a scale it is 1."""
+    """φ(scale·x) − φ(0) without cancellation, for "sigmoid" and "elu+1"; a scale of None is 1."""
     x = x.to(tl.float32)
     if scale is not None:
         x *= scale
     if MAP == "sigmoid":
-        # half the tanh of x/2; its series where exp(−x) is too near 1
+        # tanh(x/2)/2; by its series where exp(−x) is too close to 1
         e = tl.exp(-tl.abs(x))
         large = tl.where(x >= 0, 0.5, -0.5) * (1.0 - e) / (1.0 + e)
         return tl.where(tl.abs(x) < 0.03, x * (0.25 - x * x * (1.0 / 48.0)), large)
@@ -101,7 +101,7 @@ def centred_feature(x, scale, MAP: tl.constexpr):
 
 @triton.jit
 def feature_gradient(grad, phi, MAP: tl.constexpr):
-    """The gradient of scale·x from that of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
+    """The gradient of scale·x from the gradient of φ(scale·x), as a function of φ; 0 where φ was masked to 0."""
     if MAP == "sigmoid":
         return grad * tl.fma(-phi, phi, phi)
     elif MAP == "elu+1":

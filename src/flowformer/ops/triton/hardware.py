@@ -1,4 +1,4 @@
-"""What the kernels need to know of the device."""
+"""Properties of the device that the kernels depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_DIM = 256  # of features and of values
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """How many streaming multiprocessors there are; on a CPU, which only interprets the kernels, a few."""
+    """The number of streaming multiprocessors; a small number on a CPU, where the kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,7 +1,7 @@
 """Launch cache: the kernels of a call are compiled once, in parallel, then replayed with new pointers.
 
-Triton re-specialises the arguments of every launch, which costs more than a short kernel runs. So the first call of a
-plan records the compiled kernels, and later calls only fill in pointers and the stream (`replay.py`).
+Triton re-specialises the arguments of every launch, which costs more than a short kernel. The first call of a plan
+therefore records the compiled kernels, and later calls only fill in pointers and the stream (`replay.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from . import replay
 
-# a·b + c with one rounding, as when the kernels were measured; from Triton 3.10 on that is not the default
+# fused multiply-add, with which the kernels were measured; not the default from Triton 3.10 on
 _FUSED = {"enable_fp_fusion": True}
 
-# Kernels are not compiled for lengths and strides; `plan.Strides` says what is known of strides.
+# Kernels are not specialised for lengths and strides; `plan.Strides` has what is known at compile time.
 _TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "own", "other", "left", "right", "out")
 _RUNTIME = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")}
 _RUNTIME |= {"sinks", "sources", "heads", "shared", "length", "size", "segments", "plane"}
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Jits a kernel that is compiled once for all lengths and strides."""
+    """Jits a kernel without specialising it for lengths and strides."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(function, do_not_specialize=[name for name in names if name in _RUNTIME])
 
@@ -55,12 +55,12 @@ class Argument(NamedTuple):
 
 
 def arguments(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """An Argument for each tensor, None for one that is not passed; the plan that takes them knows which may be."""
+    """An Argument for each tensor, None for one that is not passed; the plan knows which may be None."""
     return [None if x is None else Argument(x, position) for position, x in enumerate(tensors)]
 
 
 class Kernel(NamedTuple):
-    """A kernel and what it is launched with."""
+    """A kernel and its launch parameters."""
 
     function: Any
     grid: tuple[int, int, int]
@@ -75,8 +75,8 @@ class Launches:
     """The kernels of one plan: compiled at its first call, replayed at later ones.
 
     Args:
-        wgmma: whether matrix products may use Hopper's warp-group instructions. Where operands of several widths are
-            alive at once, ptxas 12.8 (Triton 3.6) makes some of them read uniform registers that it never wrote (check:
+        wgmma: whether matrix products may use Hopper's warp-group instructions. If operands of several widths are live
+            at once, ptxas 12.8 (Triton 3.6) lets some of them read uniform registers that were never written (check:
             compile with wgmma=True and run `tests/machine_code.py`, which finds such reads in the SASS).
     """
 
@@ -91,10 +91,10 @@ class Launches:
         describe: Callable[..., Iterable[Kernel]],
         ahead: Callable[[], Iterable[Kernel]] | None = None,
     ) -> None:
-        """Launches the kernels that `describe` makes of the tensors, of which all but the first may be None.
+        """Launches the kernels that `describe` returns for the tensors; all tensors but the first may be None.
 
         Args:
-            ahead: the kernels of the call that will follow, the backward pass, to be compiled together with these.
+            ahead: the kernels of the backward pass that will follow, compiled in parallel with these.
         """
         with device_of(tensors[0]):
             if self._replay is not None:
@@ -114,7 +114,7 @@ class Launches:
 
 
 def fit(kernels: Sequence[Kernel], device: torch.device, wgmma: bool) -> list[Mapping[str, Any]]:
-    """Compiles kernels in parallel. Returns: the constants of each, smaller where shared memory is short."""
+    """Compiles kernels in parallel. Returns: the constants of each, replaced if shared memory is too small."""
     constants = [kernel.constants for kernel in kernels]
     if not isinstance(kernels[0].function, triton.JITFunction):
         return constants
@@ -141,22 +141,22 @@ def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
     with _compiling, nullcontext() if wgmma else _without_wgmma():
         forks = Forks()
         forks.submit(replay.module)
-        # an error that leaves the mode would leave it active for good: it is raised by `result`
+        # an exception inside the mode would leave it active for good, so errors are raised by `result` below
         with triton.AsyncCompileMode(forks, ignore_errors=True):
             compiled = [
                 kernel.function.warmup(*_values(kernel), **_options(kernel), grid=kernel.grid) for kernel in kernels
             ]
             forks.join()
-    # a kernel that was compiled before is no future
+    # a kernel that was compiled before is returned as such, not as a future
     compiled = [each.result() if hasattr(each, "result") else each for each in compiled]
     return [each.metadata.shared for each in compiled]
 
 
 class Forks(Executor):
-    """Compiles each kernel in a child process for what that leaves on disk, then in this one for its result.
+    """Compiles each kernel in a child process, which fills Triton's disk cache, then in this one from the cache.
 
-    Triton compiles under the GIL, so threads would wait for one another; the parent then finds the kernel in Triton's
-    cache. Children are forked as torch's data loaders fork theirs, and never touch the GPU.
+    Triton compiles under the GIL, so threads would not run in parallel. Children are forked, as by torch's data
+    loaders, and never touch the GPU.
     """
 
     SECONDS = 120  # after which a child is taken to hang; its function then runs in this process alone
@@ -168,14 +168,14 @@ class Forks(Executor):
     def submit(self, function: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         future: Future[Any] = Future()
         with warnings.catch_warnings():
-            # Python warns that a lock may be held by another thread: at worst the child hangs
+            # Python warns that another thread may hold a lock: at worst the child hangs
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             with suppress(BaseException):
                 compiled = function()
                 if hasattr(compiled, "src"):
-                    # Triton 3.6 has a C compiler build a launcher for every signature, otherwise at the first launch
+                    # Triton 3.6 compiles a C launcher for every signature; without this, at the first launch
                     triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
             os._exit(0)
         self._running.append((child, function, future))

@@ -1,4 +1,4 @@
-"""Scalar functions inside kernels: sigmoid, clamp and sums of logarithms, in float32."""
+"""Scalar functions inside kernels: sigmoid, clamp and log-sum-exp, in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def half_sigmoid(x):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """FAST has an error of 2⁻¹¹, below the rounding of bfloat16."""
+    """FAST has an error of 2⁻¹¹, below the rounding error of bfloat16."""
     if FAST:
         return half_sigmoid(0.5 * x)
     # exp of a negative number only, so that nothing overflows
@@ -39,7 +39,7 @@ def log_add(a, b):
 
 @triton.jit
 def fast_log_add(a, b):
-    """log_add by the hardware's logarithm, which is exact to 2⁻²²."""
+    """`log_add` with the hardware's logarithm, whose error is 2⁻²²."""
     x = 1.0 + tl.exp(-tl.abs(a - b))
     log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return tl.maximum(a, b) + 0.6931471805599453 * log

@@ -1,6 +1,6 @@
-"""The Triton kernels as a backend: what they refuse, and the functions that compute the rest.
+"""The Triton backend: what it refuses, and the functions that run the kernels.
 
-Importing this file does not import Triton, which takes longer than the rest of the package: the first call does.
+Importing this file does not import Triton, which takes longer than the rest of the package; the first call does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DIM_ELSEWHERE = 64  # on GPUs other than Hopper, which have less shared memo
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
-    """Why the kernels cannot compute this; empty where they can."""
+    """Why the kernels cannot run this call; empty if they can."""
     if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"tensors on {query.device} (the kernels need a GPU)"]
     if not HAS_TRITON:
@@ -53,7 +53,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
 
 
 def by_name(query: Tensor) -> bool:
-    """Whether the kernels run only if asked for by name: on a CPU, in Triton's interpreter, which is for tests."""
+    """Whether the kernels run only if requested by name: on a CPU, in Triton's interpreter, which is for tests."""
     return query.device.type != "cuda"
 
 

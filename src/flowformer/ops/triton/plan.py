@@ -1,4 +1,5 @@
-"""Plans: what all calls of one signature share, computed once, since that takes longer than the launches."""
+"""Plans: grids, constants and buffer sizes of all calls with one signature, cached because computing them takes longer
+than the launches."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ class Tuning(NamedTuple):
     warps: int
     stages: int  # blocks of tokens in the software pipeline
     block: int = 0  # tokens at once; causal kernels of one head all take `Config.chunk`
-    eye: bool = True  # whether tokens enter through a product with the identity, see `blocks.load_features`
+    eye: bool = True  # whether tokens are loaded through a product with the identity, see `blocks.load_features`
 
 
 Options = tuple[Any, ...]  # of `options_of`: the scale, then the fields of a FlowVariant
 
 
 def options_of(scale: float, variant: FlowVariant) -> Options:
-    """The plain arguments that end the schema of every operator here: `OPTIONS`."""
+    """The scalar arguments at the end of every operator's schema: `OPTIONS`."""
     return scale, *variant.as_args(), variant.renormalize
 
 
@@ -46,14 +47,14 @@ def variant_of(options: Options) -> FlowVariant:
 
 
 class Plan:
-    """The kernels of a forward or a backward pass, and how many numbers their buffers have.
+    """The kernels of a forward or a backward pass, and the sizes of their buffers.
 
     A subclass has methods `forward` and `backward`, which take the tensors of a call as `Argument`s and yield its
-    kernels in order. A buffer is one float32 tensor, which `Argument.split` cuts into parts of these sizes.
+    kernels in order. A buffer is one float32 tensor, which `Argument.split` divides into parts of these sizes.
 
     Attributes:
-        kept: what the forward pass saves for the backward pass; empty without one.
-        forward_scratch, backward_scratch: what only one pass needs.
+        kept: sizes of what the forward pass saves for the backward pass; empty without one.
+        forward_scratch, backward_scratch: sizes of what only one pass needs.
         launches: compiles the kernels at the first call, replays them at later ones.
     """
 
@@ -69,7 +70,7 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def plan_of(plan: Callable[..., AnyPlan], tensors: Sequence[Any], *options: Any) -> AnyPlan:
-    """The plan of a call. Tensors and options are everything that a kernel could be compiled or sized for."""
+    """The plan of a call. Tensors and options are everything that kernels and buffers depend on."""
     found: AnyPlan = cached_plan(plan, signature(tensors), tensors[0].device, *options)
     return found
 
@@ -80,15 +81,15 @@ def cached_plan(plan: Callable[..., Any], *key: Any) -> Any:
 
 
 def signature(tensors: Iterable[Tensor | None]) -> Signatures:
-    """Of each tensor, what Triton may compile a kernel for: its shape, strides, dtype and alignment."""
+    """Shape, strides, dtype and alignment of each tensor: everything that Triton may specialise a kernel for."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
 
 
 class Strides(NamedTuple):
     """The strides of batch, head and token of several tensors, as kernels take them.
 
-    A kernel is compiled for what all strides have in common, not for each of them: `numbers` are in units of ALIGN, a
-    power of two, and DENSE says that the stride of a token is its width.
+    A kernel is compiled for properties that all strides share: `numbers` are in units of ALIGN, a power of two, and
+    DENSE means that the stride of a token is its width.
     """
 
     numbers: list[int]
@@ -109,7 +110,7 @@ class Strides(NamedTuple):
 
 
 def block_size(dim: int) -> int:
-    """The width of a tile that holds `dim` columns; tensor cores multiply at least sixteen."""
+    """The width of a tile that holds `dim` columns; tensor cores need at least sixteen."""
     return max(16, int(triton.next_power_of_2(dim)))
 
 
@@ -119,13 +120,13 @@ def empty(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 
 def aligned(count: int) -> int:
-    """Rounded up to 16 bytes, so that the next part of a buffer is as aligned at every length; symbolic if the count
-    is."""
+    """Rounded up to 16 bytes, so that the alignment of the next part does not depend on the length; symbolic if the
+    count is."""
     return (count + 3) // 4 * 4
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it where its rows are not dense or too far apart: a block of tokens is addressed in 32 bits."""
+    """x, or a copy if its rows are not dense or too far apart: a block of tokens is addressed with 32 bits."""
     *_, row, column = x.stride()
     return x if (column == 1 or x.shape[-1] == 1) and row < 2**22 else x.contiguous()
 

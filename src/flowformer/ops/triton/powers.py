@@ -1,7 +1,6 @@
 """The learned exponents of each head inside kernels: τ of the competition and γ of the allocation.
 
-`powers` is (2, H), the τ of all heads and then the γ. Kernels that are called without them have None in their place,
-which compiles to nothing.
+`powers` is (2, H): τ of all heads, then γ. Without powers the kernels get None, which compiles to nothing.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 PRECISION is one of
     bf16     bfloat16 on tensor cores
-    bf16x3   three products of bfloat16: all bits of a float16, and more range than it has
-    tf32     tf32 on tensor cores, where torch may use it too
-    tf32x3   three products of tf32, which keep what one would lose of a float32
+    bf16x3   three bfloat16 products: all bits of a float16, and more range
+    tf32     tf32 on tensor cores, if torch may use it too
+    tf32x3   three tf32 products, nearly as accurate as float32
     ieee     float32
-    rounded  what bf16 computes, for Triton's interpreter, which has no arithmetic in bfloat16
+    rounded  emulates bf16 in Triton's interpreter, which has no bfloat16 arithmetic
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import triton.language as tl
 
 
 def float32_precision() -> str:
-    """How float32 is multiplied: on tensor cores where torch may round its factors too, else with all bits."""
+    """How float32 is multiplied: as tf32 if torch may do so too, else in full precision."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 and torch.version.hip is None else "ieee"
 
 
 @triton.jit
 def truncate(x):
-    """x without the bits that bfloat16 does not hold: cheaper than rounding, and the remainder is as exact."""
+    """x truncated to bfloat16: cheaper than rounding, and the remainder is still exact."""
     return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_to_bfloat16(x):
-    """x rounded to bfloat16, still as float32: the interpreter's own conversion truncates."""
+    """x rounded to bfloat16, as float32: the interpreter's own conversion truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_to_tf32(x):
-    """x rounded to tf32, still as float32: tensor cores leave the last bits out, which makes sums of features small."""
+    """x rounded to tf32, as float32: tensor cores truncate, which makes sums of positive features too small."""
     bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
     return bits.to(tl.float32, bitcast=True)
 
@@ -51,9 +51,9 @@ def cast_for(p, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def split(x, PRECISION: tl.constexpr):
-    """x as the sum of two operands of a product: one bfloat16 alone would cost the gradients two bits.
+    """x as the sum of two operands of a product: a single bfloat16 would cost the gradients two bits.
 
-    Where products take float32, the second operand is not used.
+    With float32 products the second operand is not used.
     """
     x = x.to(tl.float32)
     high = truncate(x)
@@ -83,7 +83,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, addend, PRECISION: tl.constexpr):
-    """a b + addend, for operands; without an addend it is 0."""
+    """a b + addend, for operands; an addend of None is 0."""
     if PRECISION == "bf16" or PRECISION == "bf16x3":
         return tl.dot(a, b, addend)
     elif PRECISION == "rounded":
@@ -94,7 +94,7 @@ def dot(a, b, addend, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_tn(a, b, addend, PRECISION: tl.constexpr):
-    """aᵀ b + addend, for a in float32, which is split, and b as it was loaded."""
+    """aᵀ b + addend; a is float32 and is split, b is in the dtype of the inputs."""
     high, low = split(a, PRECISION)
     if PRECISION == "bf16x3":
         b, b_low = split(b, PRECISION)
@@ -124,7 +124,7 @@ def dot_nt(a, b, PRECISION: tl.constexpr, LONGEST: tl.constexpr = 128):
 
 @triton.jit
 def dot_nn(a, b, PRECISION: tl.constexpr):
-    """a b, for operands; as exact as `dot_nt`."""
+    """a b, for operands; as accurate as `dot_nt`."""
     if a.dtype == tl.float32 and a.shape[1] > 128:
         return dot_nt(a, tl.trans(b), PRECISION)
     else:

@@ -1,9 +1,9 @@
-/* Launches the kernels of a call by one call from Python: recorded parameters, with new pointers in their places. */
+/* Launches all kernels of a call by one call from Python: recorded parameters with new pointers filled in. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
-enum { MOST = 128 }; /* parameters of a kernel, and tensors of a call */
+enum { MOST = 128 }; /* limit on the parameters of a kernel and on the tensors of a call */
 
 /* the driver's cuLaunchKernel: function, grid, block, shared memory, stream, parameters, extra */
 typedef int (*Launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,

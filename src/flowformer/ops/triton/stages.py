@@ -1,4 +1,4 @@
-"""The kernels of one rank's part of a sequence, launched in stages with exchanges between them."""
+"""Launches the kernels of one rank's part of a sequence in stages, with exchanges between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .launch import Kernel, Launches, arguments
 
 
 class Exchange(Protocol):
-    """What `context/exchange.py` offers."""
+    """The interface of `context/exchange.py` that the kernels use."""
 
     rank: int
 
@@ -42,8 +42,8 @@ class Stages:
         """Launches one stage after another.
 
         Args:
-            describe: makes the kernels of all stages from the tensors.
-            starts: which kernel begins each stage.
+            describe: returns the kernels of all stages for the tensors.
+            starts: the index of the first kernel of each stage.
         """
         for index, (first, last) in enumerate(itertools.pairwise([*starts, None])):
 
@@ -55,6 +55,6 @@ class Stages:
 
             if index == len(self._launches):
                 self._launches.append(Launches(self._wgmma))
-            # all kernels are compiled side by side, before the first exchange
+            # all kernels are compiled in parallel, before the first exchange
             self._launches[index](tensors, kernels, following if index == 0 else None)
             yield

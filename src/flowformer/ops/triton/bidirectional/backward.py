@@ -1,6 +1,6 @@
 """The backward kernels of bidirectional Flow-Attention, in the order of their launches.
 
-Programs and records are those of `forward.py`; gradients are summed up in records, too. Math: docs/kernels.md.
+Programs and records are as in `forward.py`; gradients are summed in records too. Math: docs/kernels.md.
 
 Shapes: grad (B, H, N, E) is dR; per token (B·H, N) or (B·H, M), float32.
 """
@@ -88,7 +88,7 @@ def grad_memory_kernel(
     weights = tl.zeros((BLOCK,), tl.float32)
     b_competing = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     competing_weights, grad_gamma = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    # the overlap needs all values: the program of the first tile computes it
+    # the overlap needs all tiles of E: the program of the first tile computes it
     stop = E
     if E > BLOCK_E:
         stop = tl.where(tl.program_id(1) == 0, E, 0)
@@ -146,7 +146,7 @@ def grad_memory_kernel(
 
 @triton.jit
 def _load_allocation(p_allocation, valid, gamma):
-    """σ(r Î), or 1 without an allocation, and α = σ^γ, 0 where masked."""
+    """σ(r Î), or 1 without allocation, and α = σ^γ, 0 where masked."""
     sigma = tl.load(p_allocation, mask=valid, other=0.0)
     allocation = sigma
     if gamma is not None:
@@ -159,12 +159,12 @@ def grad_finish_kernel(
     p_partial, p_records, p_grads, p_competing, p_competing_parts, p_grad_competing, p_products, segments,
     D: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dS and d(Σk/O) of each head from the records of its segments, of which there are several.
+    """dS and d(Σk/O) of each head from the records of its segments. Launched only if heads have several segments.
 
     Grid:   (records, chunks of S).
     Reads:  `partial`, the records of all segments of the head; S; if the result is renormalised, Σ c k (`competing`)
             and its gradient of each segment (`competing_parts`).
-    Writes: dS and d(Σk/O) in `grads`, one record a head; ⟨S, dS⟩, one number for each chunk, into `products`; if the
+    Writes: dS and d(Σk/O) in `grads`, one record per head; ⟨S, dS⟩, one number per chunk, into `products`; if the
             result is renormalised, d(Σ c k) of the head (`grad_competing`).
     """
     p_partial = record_at(p_partial, tl.program_id(0).to(tl.int64) * segments, D, E)
@@ -215,7 +215,7 @@ def grad_competition_kernel(
     """Pass 2: dÔ and dO of each source, and the sums d(Σq/I) = Σ dÔ (k + ε) and dΣq = Σ dO (k + ε).
 
     Grid:   (records · segments,). A program loops over tiles of E.
-    Reads:  K, V; O, Ô; dS, d(Σk/O) and the parts of ⟨S, dS⟩ of the head, of which there are `products`; if the result
+    Reads:  K, V; O, Ô; dS, d(Σk/O) and the parts of ⟨S, dS⟩ of the head (`products` of them); if the result
             is renormalised, d(Σ c k) (`grad_competing`).
     Writes: dO and dÔ (B·H, M); d(Σq/I) and dΣq of each segment's record in `partial`; with powers, the part
             dτ = Σ d(τ Ô) Ô of the segment (`grad_powers`, records · segments, 2).
@@ -348,7 +348,7 @@ def grad_query_kernel(
         sigma, allocation = _load_allocation(p_allocation + start + offset, valid, gamma)
         overlap = tl.load(p_overlap + start + offset, mask=valid, other=0.0)
         if p_competing is not None:
-            # I is then only in Σq/I
+            # I then only appears in Σq/I
             weight = -tl.sum(b_query * grad_conserved_query_sum[None, :], 1) * inverse * inverse
             inverse_received = 1.0 / tl.load(p_competing_flow + start + offset, mask=valid, other=1.0)
         else:
@@ -364,7 +364,7 @@ def grad_query_kernel(
             if E > BLOCK_E:
                 b_high, b_low = load_memory(p_records, columns[None, :], tile + values[:, None], D, E, PRECISION)
             b_gradient = dot_split(b_grad, b_high, b_low, b_gradient, PRECISION)
-        # the derivative of scale·x, and the padding: cheaper per token than per element
+        # scale and mask of padding: cheaper per token than per element
         chain = tl.where(valid, scale, 0.0)
         b_gradient = b_gradient * (allocation * factor * inverse_received * chain)[:, None]
         b_gradient += (weight * chain)[:, None] * key_sum[None, :]
@@ -425,7 +425,7 @@ def grad_source_kernel(
         p_grad_value, sequence, head, first, dv_batch * ALIGN, dv_head * ALIGN, dv_token, p_key_bounds
     )
     mask_start = sequence * sources + first
-    # those of the first query head that shares this key head
+    # pointers for the first query head that shares this key head
     p_records = record_at(p_records, record * SHARED, D, E)
     p_grads = record_at(p_grads, record * SHARED, D, E)
     p_partial = record_at(p_partial, record * SHARED * segments, D, E)
@@ -454,7 +454,7 @@ def grad_source_kernel(
         for tile in tl.range(0, E, BLOCK_E, num_stages=1):
             b_value = load_rows(p_value, v_token, start, offset, valid, tile + values, E)
             b_grad_value = tl.zeros((BLOCK, BLOCK_E), tl.float32)
-            # not pipelined: dS of several heads would not fit into shared memory
+            # not pipelined: dS of several heads does not fit into shared memory
             for member in tl.range(0, SHARED, num_stages=1):
                 if SHARED > 1:
                     p_record, p_member = record_at(p_records, member, D, E), record_at(p_grads, member, D, E)

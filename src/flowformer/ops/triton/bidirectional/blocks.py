@@ -1,4 +1,4 @@
-"""What the bidirectional kernels share: which head and tokens a program works on, and how it loads blocks of them.
+"""Helpers of the bidirectional kernels: which head and tokens a program works on, and how it loads blocks of them.
 
 Shapes: BLOCK tokens of a tile, D features, E values. A segment is a run of tokens of one head.
 """
@@ -17,7 +17,7 @@ from ..precision import cast_for, split
 def locate_head(segments, heads, PACKED: tl.constexpr, REVERSE: tl.constexpr):
     """The segment, sequence and head of this program; the index of the head's record; its row in arrays (rows, tokens).
 
-    Programs are numbered by head, then by segment; in REVERSE to begin with what the kernel before left in
+    Programs are numbered by head, then by segment; in REVERSE to start with data that the previous kernel left in
     the L2 cache.
     """
     program = tl.program_id(0)
@@ -31,7 +31,7 @@ def locate_head(segments, heads, PACKED: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def locate_tokens(p_bounds, sequence, tokens, segment, segments, BLOCK: tl.constexpr):
-    """The first token of a segment and how many it has, inside the tensor whatever the bounds say."""
+    """The first token of a segment and its number of tokens, limited to the tensor whatever the bounds say."""
     start = tl.zeros((), tl.int64)
     stop = start + tokens
     if p_bounds is not None:
@@ -52,7 +52,7 @@ def token_at(p_x, sequence, head, first, batch_stride, head_stride, token_stride
 
 @triton.jit
 def load_valid(p_mask, first, start, offset, count):
-    """Which tokens of a block take part; `first` is the index of the segment's first token in the mask."""
+    """Which tokens of a block are valid; `first` is the index of the segment's first token in the mask."""
     valid = offset < count - start
     if p_mask is not None:
         valid = tl.load(p_mask + first + start + offset, mask=valid, other=0) != 0
@@ -61,7 +61,7 @@ def load_valid(p_mask, first, start, offset, count):
 
 @triton.jit
 def load_rows(p_x, stride, start, offset, valid, columns, WIDTH: tl.constexpr):
-    """(BLOCK, columns), 0 for tokens that are not valid: padding may hold anything."""
+    """(BLOCK, columns), 0 for invalid tokens, since padding may hold NaN."""
     keep = valid[:, None]
     if columns.shape[0] != WIDTH:
         keep = keep & (columns < WIDTH)[None, :]
@@ -82,7 +82,7 @@ def store_rows(p_x, stride, start, offset, inside, columns, b_x, WIDTH: tl.const
 
 @triton.jit
 def identity(p_x, columns, EYE: tl.constexpr):
-    """What `load_features` multiplies by."""
+    """The identity matrix that `load_features` multiplies by; None without EYE."""
     if EYE:
         return (columns[:, None] == columns[None, :]).to(p_x.dtype.element_ty)
     else:
@@ -111,5 +111,5 @@ def add_eps(vector, columns, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_memory(p_memory, d, e, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of S, or of its transpose, split for a product; d and e are indices, one a column and the other a row."""
+    """A tile of S or its transpose, split for a product; of the indices d and e, one is a column and one a row."""
     return split(tl.load(p_memory + d * E + e, mask=(d < D) & (e < E), other=0.0), PRECISION)

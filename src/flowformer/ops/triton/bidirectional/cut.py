@@ -1,7 +1,7 @@
 """Bidirectional Flow-Attention of one rank's part of the sequence: the kernels, with exchanges between them.
 
-Kernels add up the records of all segments of a head (`records.py`). So what the other ranks have is added to the record
-of the first segment, and the next kernel counts it with its own.
+Kernels sum the records of all segments of a head (`records.py`). Sums of other ranks are therefore added to the record
+of the first segment, and the next kernel includes them.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), masks (B, N) and (B, M), of this rank.
 """
@@ -27,7 +27,7 @@ LEAST = torch.finfo(torch.float32).min
 
 
 class CutPlan(BidirectionalPlan):
-    """The plan of a rank's part, whose kernels are launched up to each exchange."""
+    """The plan of a rank's part, whose kernels are launched in stages."""
 
     is_cut = True
 
@@ -36,7 +36,7 @@ class CutPlan(BidirectionalPlan):
         self.stages = Stages()
 
 
-# the kernels that begin the stages
+# the first kernel of each stage
 FORWARD = 0, 1, 2, 3  # sums; flows; memory; finish and result
 BACKWARD = 0, 1, 3, 4  # grad_memory; grad_finish and grad_competition; grad_query; grad_source
 
@@ -62,7 +62,7 @@ class Records:
         return self.all[..., start : start + count]
 
     def add_others(self, exchange: Exchange, *numbers: Tensor) -> None:
-        """Adds what other ranks have of these numbers, (B, H, T, ...), to the first segment."""
+        """Adds the other ranks' sums of these numbers, (B, H, T, ...), to the first segment."""
         own = torch.cat([x.sum(2) for x in numbers], -1)
         others = (exchange.total(own) - own).split_with_sizes([x.shape[-1] for x in numbers], -1)
         for x, other in zip(numbers, others, strict=True):
@@ -82,7 +82,7 @@ class Records:
         else:
             memory, logs = exchange.total(memory.sum(2)), torch.zeros_like(reference.sum(2))
         mass.zero_()
-        # of a segment without mass; without powers Ô, and so its logarithm, is not negative
+        # reference of a segment without mass; without powers Ô, and therefore its logarithm, is not negative
         reference.fill_(LEAST if is_signed else 0.0)
         mass[:, :, :1], reference[:, :, :1] = 1.0, logs[:, :, None]
         for part, total in zip(
@@ -189,7 +189,7 @@ def _backward(
     next(run)
     records.add_others(exchange, *records.memory, records.vectors(CONSERVED_KEY_SUM, 1))
     next(run)
-    # d(Σq/I) and dΣq, which is beside dΣk: that comes with the next kernel
+    # d(Σq/I) and dΣq; dΣk, stored next to it, comes with the next kernel
     records.add_others(exchange, records.vectors(QUERY_SUM, 1), records.vectors(CONSERVED_QUERY_SUM, 1))
     next(run)
     records.add_others(exchange, records.vectors(KEY_SUM, 1))
@@ -204,7 +204,7 @@ def _backward(
 def _plan(
     tensors: tuple[Tensor, ...], extras: tuple[Tensor | None, ...], keep: bool, options: Sequence[Any]
 ) -> CutPlan | None:
-    """None where this rank has no sequence: it launches nothing, but the others wait for its exchanges."""
+    """None if this rank has no sequence: it launches nothing, but must take part in the exchanges."""
     query, key = tensors[:2]
     if not query.shape[0] * query.shape[1]:
         return None

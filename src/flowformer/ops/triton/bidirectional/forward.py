@@ -1,8 +1,8 @@
 """The forward kernels of bidirectional Flow-Attention, in the order of their launches.
 
-Each program walks over the tokens of one segment of one head, BLOCK at a time, and writes what it adds up to its own
+Each program loops over the tokens of one segment of one head, BLOCK at a time, and writes its sums to its own
 record (`records.py`); the next kernel adds the records of a head in a fixed order, so results are deterministic.
-Where a head is one segment (WHOLE), the record of its segment is that of the head, and `finish_kernel` is not launched.
+If heads have one segment (WHOLE), its record is the record of the head, and `finish_kernel` is not launched.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); per token (B·H, N) or (B·H, M), float32. Packed
 sequences are one row of a batch, (1, H, T, D), with bounds (B + 1,). Math: docs/kernels.md.
@@ -56,7 +56,7 @@ def _sum_features(
     VECTOR: tl.constexpr, SCALAR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
     MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σφ of a segment and the number of its valid tokens, into its record."""
+    """Stores Σφ of a segment and the number of its valid tokens in its record."""
     columns, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     b_eye = identity(p_x, columns, EYE)
     b_sum = tl.zeros((BLOCK, BLOCK_D), tl.float32)
@@ -79,7 +79,7 @@ def sums_kernel(
     DENSE: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1: Σq and Σk, and how many valid tokens they are of.
+    """Pass 1: Σq and Σk, and the numbers of valid tokens.
 
     Grid:   (records · segments, 2). Programs (·, 0) sum queries, programs (·, 1) keys.
     Reads:  Q, K.
@@ -112,7 +112,7 @@ def _sum_conserved(
     BLOCK_D: tl.constexpr, MAP: tl.constexpr, FAST: tl.constexpr, EYE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The flow of each token to the sum READ, and Σφ/flow of a segment, into the vector WRITE of its record."""
+    """The flow of each token with the sum READ; stores Σφ/flow of a segment in the vector WRITE of its record."""
     columns, offset = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     b_eye = identity(p_x, columns, EYE)
     total = add_eps(sum_vector(p_records, READ, segments, columns, D, E), columns, eps, D)
@@ -203,7 +203,7 @@ def memory_kernel(
     if p_powers is not None:
         tau = load_tau(p_powers, head)
 
-    # Ô is not negative, and at most Σ_i q_i/I_i where φ ≤ 1: exp needs a reference only where that bound is large
+    # Ô is not negative, and at most Σ_i q_i/I_i if φ ≤ 1: exp needs a reference only if this bound is large
     reference = tl.zeros((), tl.float32)
     if COMPETITION == "softmax":
         bound = clamp
@@ -213,7 +213,7 @@ def memory_kernel(
             bound *= tl.abs(tau)
         if bound > 40:
             if tau is not None:
-                # τ Ô may be negative, of all sources
+                # τ Ô may be negative for all sources
                 reference += LOG_ZERO
             for start in tl.range(0, count, BLOCK):
                 valid = load_valid(p_key_mask, mask_start, start, offset, count)
@@ -252,7 +252,7 @@ def memory_kernel(
         tl.store(p_memory, b_memory * inverse, mask=inside)
         if p_competing is not None and tl.program_id(1) == 0:
             tl.store(p_competing + record * D + columns, tl.sum(b_competing, 0) * inverse, mask=columns < D)
-        # the scalars stored next are those just loaded: all threads must have loaded them
+        # the scalars just loaded are overwritten next: all threads must have loaded them
         tl.debug_barrier()
         if tl.program_id(1) == 0:
             _store_finished(p_own, m, n, reference, inverse, COMPETITION, RESCALE, D, E)
@@ -268,7 +268,7 @@ def memory_kernel(
 
 @triton.jit
 def _inverse_mass(mass, m, COMPETITION: tl.constexpr):
-    """1/Z, from the mass of all sources of a head."""
+    """1/Z, from the total mass of a head's sources."""
     if COMPETITION != "softmax":
         mass = m
     return tl.where(mass > 0, 1.0 / mass, 0.0)
@@ -292,13 +292,13 @@ def finish_kernel(
     COMPETITION: tl.constexpr, RESCALE: tl.constexpr, SIGNED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     CHUNK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """The record of each head from those of its segments, of which there are several.
+    """The record of each head from the records of its segments. Launched only if heads have several segments.
 
     Grid:   (records, chunks of S).
     Reads:  `partial`, the records of all segments of the head; if the result is renormalised, Σ c k of the segments.
-    Writes: `records`, one finished record a head, and Σ c k, divided by μ as S is.
+    Writes: `records`, one finished record per head, and Σ c k, divided by μ like S.
 
-    SIGNED says that references may be negative, as those of τ Ô.
+    SIGNED: references may be negative, as with τ Ô.
     """
     p_partial = record_at(p_partial, tl.program_id(0).to(tl.int64) * segments, D, E)
     p_records = record_at(p_records, tl.program_id(0).to(tl.int64), D, E)
@@ -336,7 +336,7 @@ def finish_kernel(
                 competing += weight * tl.load(p_each + columns, mask=columns < D, other=0.0)
             p_to = p_competing + tl.program_id(0).to(tl.int64) * D + columns
             tl.store(p_to, competing * inverse, mask=columns < D)
-        # all four at once
+        # all four vectors at once
         vectors = sum_segments(vector_at(p_partial, KEY_SUM, D, E), segments, columns, 4 * D, 4, D, E)
         tl.store(vector_at(p_records, KEY_SUM, D, E) + columns, vectors, mask=columns < 4 * D)
         _store_finished(p_records, m, n, reference, inverse, COMPETITION, RESCALE, D, E)

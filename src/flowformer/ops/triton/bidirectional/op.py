@@ -74,7 +74,7 @@ def _apply(
 
 
 class _Bidirectional(torch.autograd.Function):
-    # without setup_context, for which torch inspects the signature in every call
+    # no setup_context: with it torch inspects the signature in every call
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         result: Tensor
@@ -104,7 +104,7 @@ def _forward(
     keep: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and what the backward pass needs, if it is to `keep` that."""
+    """The result and, if `keep`, what the backward pass needs."""
     if query_bounds is not None and key_bounds is not None:
         lengths = query_bounds, key_bounds, longest, longest
         check_bounds(query.shape[2], key.shape[2], lengths, is_causal=False)
@@ -112,7 +112,7 @@ def _forward(
     result = empty_result(query, value.shape[-1])
     is_empty = _is_empty(query, value, query_bounds)
     if is_empty or query_bounds is not None:
-        # no kernel writes tokens that belong to no sequence
+        # kernels do not write tokens that belong to no sequence
         result.zero_()
     if is_empty:
         return result, _empty_kept(query, key, value, query_bounds, keep, options)
@@ -135,7 +135,7 @@ def _backward_kernels(
     longest: int,
     options: Any,
 ) -> Iterator[Kernel]:
-    """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
+    """The kernels of the backward pass, assuming that each gradient has the strides of its tensor."""
     tensors = query, key, value, result, query, key, value
     plan = _plan(tensors, extras, longest, True, options)
     scratch = empty(plan.backward_scratch, torch.device("meta"))
@@ -168,7 +168,7 @@ def _backward(
     plan.launches((*tensors, *extras, kept, scratch), plan.backward)
     grad_powers = _empty_powers(query, powers)
     if powers is not None:
-        # those of each sequence, head and segment, added up in a fixed order
+        # the parts of each sequence, head and segment, summed in a fixed order
         parts = scratch[scratch.numel() - plan.backward_scratch[-1] :][: 2 * plan.records * plan.segments]
         grad_powers = parts.view(-1, query.shape[1], plan.segments, 2).sum((0, 2)).t().contiguous()
     return *(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True)), grad_powers

@@ -1,4 +1,4 @@
-"""How the bidirectional kernels are launched: fixed tables, measured on an H200, and the plan of a call."""
+"""Launch tables of the bidirectional kernels, tuned on an H200, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size, varia
 from . import backward, forward
 from .records import record_size
 
-MEMORY_SIZE = 128 * 128  # numbers of S that one program holds, more are cut along E
-MEMORY_SIZE_IEEE = 64 * 64  # products without tensor cores keep their factors in registers
-CHUNK = 1024  # numbers of S that one program of a finishing kernel adds up
-MIN_SEGMENT_FEATURES = 128 * 64  # tokens times features that are worth a segment of their own
-LONG_SEGMENT = 1024  # tokens of one where not all programs run at once: their records are written and read again
-ROUND_COST = 0.05  # of each round of programs, relative to the time of a full one
+MEMORY_SIZE = 128 * 128  # elements of S that one program holds; a larger S is tiled along E
+MEMORY_SIZE_IEEE = 64 * 64  # products without tensor cores keep their operands in registers
+CHUNK = 1024  # elements of S that one program of a finishing kernel sums
+MIN_SEGMENT_FEATURES = 128 * 64  # tokens times features of the smallest useful segment
+LONG_SEGMENT = 1024  # minimum tokens per segment if not all programs run at once, since each segment costs a record
+ROUND_COST = 0.05  # overhead of each wave of programs, relative to the time of a full one
 INTERPRETED = not isinstance(forward.sums_kernel, triton.JITFunction)
 
 KERNELS = (
@@ -41,7 +41,7 @@ def _table(*rows: tuple[Any, ...]) -> dict[str, Tuning]:
     return {name: Tuning(row[1], row[2], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
 
 
-# by the larger of the two head dimensions, up to the one given
+# by the larger of the two head dimensions: the first entry that is large enough
 HALF = {
     16: _table(
         (256, 4, 1, False),
@@ -101,14 +101,14 @@ class BidirectionalPlan(Plan):
 
     Args:
         tensors: the signatures of query, key, value and result, or in a backward pass of query, key, value, the
-            gradient of the result and those of query, key and value; then of both masks, both bounds and the powers.
+            gradient of the result and the gradients of query, key, value; then of both masks, both bounds, the powers.
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.
         options: what `options_of` returns.
     """
 
-    is_cut = False  # whether the tokens are one rank's part: then no segment is a whole head
+    is_cut = False  # whether the tokens are one rank's part of a sequence: then no segment is a whole head
 
     def __init__(
         self,
@@ -130,17 +130,17 @@ class BidirectionalPlan(Plan):
         precision = _precision(dtype, dim, float32_precision)
         memory_size = MEMORY_SIZE_IEEE if precision == "ieee" else MEMORY_SIZE
         block_e = min(block_size(value_dim), memory_size // block_d)
-        # programs per SM, by the memory S that each holds
+        # programs per SM, limited by the size of S that each holds
         occupancy = next(count for count, size in ((4, 32), (2, 64), (1, MAX_DIM)) if block_d * block_e <= size**2)
         self.segments = segment_count(self.records, longest, dim, occupancy * num_sms(device))
         self.is_whole = self.segments == 1 and not self.is_cut
         self.chunks, self.tiles = -(-dim * value_dim // CHUNK), -(-value_dim // block_e)
-        # the parts of ⟨S, dS⟩ of a head
+        # number of partial sums of ⟨S, dS⟩ per head
         self.products = self.tiles if self.is_whole else self.chunks
 
         self.tunings = tunings(dim, value_dim, precision, INTERPRETED or is_hopper(device))
         if heads != key_heads:
-            # what is loaded anew for each query head cannot be pipelined over blocks
+            # data that is loaded for each query head cannot be pipelined over blocks
             self.tunings = self.tunings | {"grad_source": self.tunings["grad_source"]._replace(stages=1)}
         strides = Strides.of(tensor[:2] for tensor in tensors)
         self.strides = [strides.numbers[i : i + 3] for i in range(0, len(strides.numbers), 3)]
@@ -296,7 +296,7 @@ class BidirectionalPlan(Plan):
         )
 
     def _renormalized(self, *arguments: Argument) -> Sequence[Argument | None]:
-        """What only kernels of a renormalised variant take: an argument of None is no parameter of a kernel."""
+        """Arguments for renormalised variants only; None compiles to no kernel parameter."""
         return arguments if self.is_renormalized else [None] * len(arguments)
 
     def _kernel(
@@ -308,7 +308,7 @@ class BidirectionalPlan(Plan):
         programs: int = 1,
         heads: int | None = None,
     ) -> Kernel:
-        """A kernel of `programs` for each segment of each head."""
+        """A kernel with `programs` for each segment of each head."""
         module = backward if name.startswith("grad_") else forward
         tuning = self.tunings[name]
         eye = tuning.eye and self.can_multiply_by_identity
@@ -319,7 +319,7 @@ class BidirectionalPlan(Plan):
         return Kernel(getattr(module, f"{name}_kernel"), grid, arguments, numbers, constants, tuning.warps, smaller)
 
     def _finish(self, function: Any, arguments: tuple[Argument | None, ...], constants: dict[str, Any]) -> Kernel:
-        """A kernel that adds up the records of a head's segments."""
+        """A kernel that sums the records of a head's segments."""
         constants = self.dims | {"CHUNK": CHUNK} | constants
         return Kernel(function, (self.records, self.chunks, 1), arguments, (self.segments,), constants)
 
@@ -328,7 +328,7 @@ def _precision(dtype: torch.dtype, dim: int, float32_precision: str | None) -> s
     """How matrices are multiplied, see `precision.py`."""
     precision = float32_precision or {torch.float16: "bf16x3", torch.bfloat16: "bf16"}[dtype]
     if precision == "bf16" and dim < 8:
-        # the rounding of so few features does not average out
+        # with so few features rounding errors do not average out
         precision = "bf16x3"
     if INTERPRETED:
         precision = "rounded" if precision == "bf16" else "ieee"
@@ -336,7 +336,7 @@ def _precision(dtype: torch.dtype, dim: int, float32_precision: str | None) -> s
 
 
 def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
-    """Into how many segments each head is cut where `slots` programs run at once: so that few slots idle."""
+    """The number of segments per head that leaves the fewest of `slots` concurrent programs idle."""
 
     def filled(segments: int) -> float:
         rounds = -(-records * segments // slots)
@@ -350,7 +350,7 @@ def segment_count(records: int, longest: int, dim: int, slots: int) -> int:
 def kept_sizes(
     rows: int, records: int, sinks: int, sources: int, dim: int, value_dim: int, renormalize: bool
 ) -> list[int]:
-    """How many numbers I, α, O, Ô, the records and, if there are any, W and Σ c k take; symbolic if the lengths are."""
+    """Sizes of I, α, O, Ô, the records and, if renormalised, W and Σ c k; symbolic if the lengths are."""
     sinks, sources = aligned(rows * sinks), aligned(rows * sources)
     competing = [sinks, aligned(records * dim)] if renormalize else [0, 0]
     return [sinks, sinks, sources, sources, aligned(records * record_size(dim, value_dim)), *competing]

@@ -1,4 +1,4 @@
-"""Records: what one segment of a head adds up in bidirectional attention, and the whole head in the end.
+"""Records: the sums of one segment of a head in bidirectional attention and, once finished, of the whole head.
 
 A record is S (D, E), then four vectors (4, D), then four scalars, all float32:
     forward   S | Σk, Σq, Σk/O, Σq/I | m, n, reference, Σ exp(Ô − reference); of a finished head μ, r, reference, 1/Z
@@ -21,7 +21,7 @@ CONSERVED_QUERY_SUM = tl.constexpr(3)  # Σq/I
 # the scalars of a segment
 SOURCES = tl.constexpr(0)  # m
 SINKS = tl.constexpr(1)  # n
-REFERENCE = tl.constexpr(2)  # what is subtracted from Ô before exp
+REFERENCE = tl.constexpr(2)  # subtracted from Ô before exp
 MASS = tl.constexpr(3)  # Σ exp(Ô − reference)
 
 # the scalars of a finished head, where they differ
@@ -31,7 +31,7 @@ INVERSE_MASS = tl.constexpr(3)  # 1/Z
 
 
 def record_size(dim: int, value_dim: int) -> int:
-    """How many numbers a record has; `record_at` says the same in a kernel."""
+    """The size of a record; `record_at` computes the same in a kernel."""
     return dim * value_dim + 4 * dim + 4
 
 
@@ -62,7 +62,7 @@ def load_vector(p_record, WHICH: tl.constexpr, columns, D: tl.constexpr, E: tl.c
 def sum_segments(
     p_part, segments, columns, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, E: tl.constexpr
 ):
-    """The sum of a part of WIDTH numbers over the records of a head's segments, always in the same order.
+    """The sum of WIDTH numbers over the records of a head's segments, always in the same order.
 
     p_part points into the record of the first segment.
     """

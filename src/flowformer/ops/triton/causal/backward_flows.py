@@ -1,9 +1,9 @@
 """The kernel of the gradients of the flows, the second of the causal backward pass.
 
-`backward_v.py` leaves dÔ/D without what later segments add, and ⟨dR, R⟩, which gives dÎ/D. From these come the
-gradients of I·D and O·D, and their sums after each chunk; `backward_qk.py` takes them on to q and k.
+`backward_v.py` stores ⟨dR, R⟩, which gives dÎ/D, and dÔ/D without the part of later segments. From these come the
+gradients of I·D and O·D, and their sums after each chunk; `backward_qk.py` propagates them to q and k.
 
-Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
+Shapes as in `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .planes import (
 
 @triton.jit
 def _load_end(p_grad_scalars, log_end):
-    """Z after the last token, and the gradient of log Σ exp(Î), which the kernels pass through.
+    """Z after the last token, and the gradient of log Σ exp(Î), which passes through the kernels unchanged.
 
     The logarithm in the last state acts as one more token.
     """
@@ -75,9 +75,9 @@ def _store_start(p_start_scalars, log_first, later, rest):
 def _later_segments(
     p_carried, p_reaching, p_logs, end, segment, segments, columns, TILES: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Z after this segment, and what Z takes from Σ (k + ε) dÔ/D of the segments after it.
+    """Z after this segment, and the correction by Z of Σ (k + ε) dÔ/D of the segments after it.
 
-    p_logs and p_carried point to those of this head; `end` is Z after the last segment.
+    p_logs and p_carried point to the data of this head; `end` is Z after the last segment.
     """
     row = tl.program_id(0).to(tl.int64)
     later, log_later, own, taken = 0.0, 0.0, 0.0, tl.zeros(columns.shape, tl.float32)
@@ -114,7 +114,7 @@ def flow_gradient_kernel(
     """The gradients of Î·D, Ô·D, I·D and O·D of each token, from right to left.
 
     Grid:   (B·H, segments). One program walks over one segment in chunks of C tokens.
-    Reads:  Q, K; planes of `flows` and, per tile of E, of `grads`; what segments leave for earlier ones (`conserved`,
+    Reads:  Q, K; planes of `flows` and, per tile of E, of `grads`; sums of later segments (`conserved`,
             `carried`, `reaching`, to RENORMALIZE `competing`); the gradient of the last state.
     Writes: the first four planes of `grads`; dΣk and dΣq of each segment (`partial`); the gradients of the sums after
             each chunk (`after`, B·H, T, chunks, 4, D, to RENORMALIZE 5), where dΣk and dΣq count later chunks of this
@@ -191,7 +191,7 @@ def flow_gradient_kernel(
         declined = tl.load(p_flow + DECLINED * plane, mask=keep, other=0.0)
         conserved_in = overlap * declined
         if gamma is not None:
-            # σ(Î) is at least a half
+            # σ(Î) ≥ 1/2, since Î ≥ 0
             grad_gamma += overlap * tl.log(1.0 - declined * position)
             conserved_in *= gamma
         conserved_out = tl.zeros([C], tl.float32)
@@ -209,7 +209,7 @@ def flow_gradient_kernel(
                 grad_tau += conserved_out * position * clamped(flow, -clamp, clamp)
                 conserved_out = tl.where(tl.abs(flow) <= clamp, tau * conserved_out, 0.0)
         conserved_in, conserved_out = materialize(conserved_in), materialize(conserved_out)
-        # before the wider products, because of ptxas 12.8: see `flows_kernel`
+        # before the wider products because of ptxas 12.8, see `flows_kernel`
         b_all_grads = merge_columns(b_key_grads, b_query_grads)
         b_coming = merged_operand(b_all_grads, PRECISION)
         if RENORMALIZE:
@@ -225,7 +225,7 @@ def flow_gradient_kernel(
         grad_in = tl.sum(b_from_sources * conserved_out[None, :], 1) + pick(b_sources_after, 3)
         flow_out = -grad_out * inverse_out * inverse_out / position
         if RENORMALIZE:
-            # I is then only in Σq/I
+            # I then only appears in Σq/I
             flow_in = -grad_in * inverse_in * inverse_in / position
         else:
             flow_in = -(overlap + grad_in * inverse_in) * inverse_in / position

@@ -1,9 +1,9 @@
 """The kernel of dQ and dK, the last of the causal backward pass.
 
-The four flows of a token, and its part of S, pass their gradients on to q and k: from earlier and later chunks as sums,
-which `flows_kernel` and `flow_gradient_kernel` have stored for each chunk, and inside a chunk by products.
+q and k get gradients through the four flows of a token and through S: from earlier and later chunks as sums, which
+`flows_kernel` and `flow_gradient_kernel` have stored for each chunk, and inside a chunk by products.
 
-Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
+Shapes as in `forward_flows.py`; `grads` are the planes of `planes.py`. Math: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from .planes import (
 def _without_common(
     b_gradient, b_phi, p_measured, plane, tile, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, BALANCE: tl.constexpr
 ):
-    """A gradient dq with ⟨q, dq⟩ = 0, from one in which a number common to all features is missing."""
+    """Adds a constant to all features of dq such that ⟨q, dq⟩ = 0."""
     projection, total = tl.sum(b_gradient * b_phi, 1), tl.sum(b_phi, 1)
     TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     if BALANCE == "measure":
@@ -68,7 +68,7 @@ def _without_common(
         if BALANCE == "measured":
             projection = load_tiles(p_measured, plane, inside, TILES_D)
             total = load_tiles(p_measured + TILES_D * plane, plane, inside, TILES_D)
-        # saturated features may all be 0, and so are then their gradients
+        # saturated features may all be 0; their gradients then are 0 too
         b_gradient -= (projection / tl.maximum(total, 1e-20))[:, None]
     return b_gradient
 
@@ -87,30 +87,29 @@ def gradient_kernel(
 ):  # fmt: skip
     """dQ, from left to right with S; in REVERSE dK, from right to left with dS.
 
-    The two are the same with in and out exchanged: own, other, left, right are Q, K, dR, V, in REVERSE K, Q, V, dR.
+    The same with incoming and outgoing exchanged: own, other, left, right are Q, K, dR, V; in REVERSE K, Q, V, dR.
 
     Grid:   (B·H, segments, tiles of D). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K, V, dR; planes of `flows` and `grads`; `sums` before and `after` each chunk (B·H, T, chunks, 4, D);
             S before each segment, in REVERSE dS after it; dΣk and dΣq of each segment (`partial`).
     Writes: dQ (B, H, N, D), in REVERSE dK for every query head; the gradient of Σk, in REVERSE Σq, of the first state.
 
-    In the C × C tiles, row i is the token whose gradient it is, column j one it is paired with. RAISED says that the
+    In the C × C tiles, row i is the token whose gradient is computed, column j a token it is paired with. RAISED: the
     features are precise enough for the ε of tokens of the same chunk to matter.
 
-    To RENORMALIZE, the part of a sink in Σ c k of sources up to it is one more outer product, dW (Σ c k + ε), and so is
-    that of a source in W of later sinks, c d(Σ c k).
+    RENORMALIZE adds one outer product: dW (Σ c k + ε) for a sink, c d(Σ c k) for a source.
 
     BALANCE: the gradient of q through I, or W to RENORMALIZE, cancels most of the gradient through S. R is rounded,
     so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
-    computed again, by this program if it holds all features ("own"), or by a launch that does nothing else ("measure")
-    before the one that uses it ("measured"). "none" where nothing is rounded. To RENORMALIZE, dK is a difference of
-    the same kind, and takes what was measured for dQ.
+    recomputed, by this program if it holds all features ("own"), or by a separate launch ("measure") before the one
+    that uses it ("measured"). "none" if nothing is rounded. With RENORMALIZE, dK is a difference of the same kind, and
+    uses what was measured for dQ.
 
     CENTRE: without an allocation R does not change when q is scaled, so ⟨q, dq⟩ = 0. Where inputs are small, φ is
-    nearly φ(0) in all features, and dq is a small remainder of large terms. CENTRE is then φ(0), otherwise 0: products
-    take φ − φ(0), which loses nothing in bfloat16, and ⟨q, dq⟩ = 0 determines what is common to all features. To
-    RENORMALIZE, this holds of the gradient through S and W by itself, with or without an allocation; what is common to
-    the features in the rest is added.
+    nearly φ(0) in all features, and dq is a small difference of large terms. CENTRE is then φ(0), otherwise 0: products
+    use φ − φ(0), which bfloat16 represents accurately, and ⟨q, dq⟩ = 0 determines the component common to all features.
+    With RENORMALIZE, this holds for the gradient through S and W alone, with or without allocation; the common
+    component of the other gradients is added.
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
     own_token = D if DENSE else own_token * ALIGN
@@ -141,7 +140,7 @@ def gradient_kernel(
     if p_memories is not None:
         b_memory += load_memory(p_memories + index * (D * E), 0, D, BLOCK_D, E, BLOCK_E, tile)
         if CENTRE != 0:
-            # features are centred, and so is S: any row would do, but it must be the same in all tiles
+            # features and S are centred: any row would do, but it must be the same in all tiles
             first_row = load_vector(p_memories, index * D, tl.arange(0, BLOCK_E), E)
             b_memory = tl.where((columns < D)[:, None], b_memory - first_row[None, :], 0.0)
     OWN_INVERSE: tl.constexpr = INVERSE_OUTGOING if REVERSE else INVERSE_INCOMING
@@ -153,7 +152,7 @@ def gradient_kernel(
     MEASURED: tl.constexpr = GRAD_PLANES + 2 * TILES
     # dQ is a small difference of large terms: as one bfloat16 each, their rounding would cost it two bits
     SPLIT_OPERANDS: tl.constexpr = (PRECISION == "bf16" or PRECISION == "rounded") and REVERSE == 0
-    # own tokens entered the sum that the flows of later other tokens were computed from
+    # flows of later tokens were computed from sums that include this token
     OWN_SUM: tl.constexpr = KEY_SUM if REVERSE else QUERY_SUM
     AFTER_OWN: tl.constexpr = AFTER_KEY_SUM if REVERSE else AFTER_QUERY_SUM
     AFTER_OWN_CONSERVED: tl.constexpr = AFTER_CONSERVED_KEY_SUM if REVERSE else AFTER_CONSERVED_QUERY_SUM
@@ -194,7 +193,7 @@ def gradient_kernel(
         other_flow = materialize(tl.load(p_grad_flow + OTHER_FLOW * plane, mask=inside, other=0.0))
         conserved = tl.load(p_grad_flow + OWN_CONSERVED * plane, mask=inside, other=0.0)
         other_conserved = materialize(tl.load(p_grad_flow + OTHER_CONSERVED * plane, mask=inside, other=0.0))
-        # needed last, but loaded here: the compiler moves no load across the barriers of the products
+        # needed last, but loaded here: the compiler does not move loads across the barriers of the products
         before = load_vector(p_sums, chunk * SUMS + OTHER_SUM, columns, D)
         before_conserved = load_vector(p_sums, chunk * SUMS + OTHER_CONSERVED_SUM, columns, D)
         after_sum = later + load_vector(p_after, chunk * SUMS + AFTER_OWN, columns, D)
@@ -211,7 +210,7 @@ def gradient_kernel(
 
         b_given = operand(b_right * give[:, None], PRECISION)
         if RENORMALIZE:
-            # what cancels the products is not rounded, and neither are their factors
+            # the term that cancels the products is not rounded, so their operands must not be either
             b_products = dot_nt(b_left, operand(b_right, PRECISION), PRECISION)
             b_products *= take[:, None] * materialize(give)[None, :]
         else:
@@ -260,7 +259,7 @@ def gradient_kernel(
         if p_positions is not None:
             b_from_earlier += flow[:, None] * tl.where(keep, 1.0, 0.0)[None, :]
         else:
-            # a row loaded again after the last token is never earlier than a token that is stored
+            # repeated rows lie after the last token, so they are never earlier than a stored token
             b_from_earlier += flow[:, None]
         if RENORMALIZE and CENTRE == 0:
             grad_competing = competing_gradient(p_flow, plane, keep, overlap)
@@ -269,7 +268,7 @@ def gradient_kernel(
             else:
                 b_competing = grad_competing[:, None] * materialize(give)[None, :]
                 if SPLIT_OPERANDS:
-                    # it cancels most of b_products, and so is rounded no more than that is
+                    # cancels most of b_products, so it must not be rounded more than that
                     b_high = truncate(b_competing)
                     b_low = mask_triangle(b_competing - b_high, b_lower, FAST, PRECISION)
                     b_gradient = dot(b_low, b_other, b_gradient, PRECISION)

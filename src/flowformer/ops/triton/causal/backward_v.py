@@ -2,12 +2,12 @@
 
 With w = ⟨V, dV⟩ per token, and L the running log Σ exp(Ô):
     dÔ_t = w_t − exp(Ô_t − L_t) Z_t,   Z_t = Σ_{s≥t} w_s exp(L_t − L_s)
-To RENORMALIZE, w = ⟨V, dV⟩ + c k·d(Σ c k). With powers, τ Ô stands in the place of Ô.
-L never falls, so no exponent is positive. Where a head has several segments, what later segments add to Z reaches a
-token by the factor exp(Ô − L_end): a segment leaves Σ (k + ε) dÔ/D without it and Σ (k + ε) exp(Ô − L_end)/D, which
-`flow_gradient_kernel` puts together.
+With RENORMALIZE, w = ⟨V, dV⟩ + c k·d(Σ c k). With powers, τ Ô replaces Ô.
+L is non-decreasing, so no exponent is positive. With several segments, the part of Z from later segments reaches a
+token with the factor exp(Ô − L_end): a segment stores Σ (k + ε) dÔ/D without it, and Σ (k + ε) exp(Ô − L_end)/D;
+`flow_gradient_kernel` combines them.
 
-Shapes are those of `forward_flows.py`; `grads` are the planes of `planes.py`. dÎ and dÔ are linear in ⟨dR, R⟩ and w,
+Shapes as in `forward_flows.py`; `grads` are the planes of `planes.py`. dÎ and dÔ are linear in ⟨dR, R⟩ and w,
 so each tile of E adds its part. Math: docs/kernels.md.
 """
 
@@ -52,7 +52,7 @@ def _sum_and_least(sum, least, other_sum, other_least):
 
 @triton.jit
 def competition_gradient(weight, flow, log, later, log_later, tokens):
-    """dÔ of a chunk before the clamp, and Z and L of its first token, from those after it."""
+    """dÔ of a chunk before the clamp, and Z and L of its first token, from Z and L after the chunk."""
     _, sums = tl.associative_scan((log, weight), 0, combine_decay, reverse=True)
     sums += decay(log, log_later) * later
     # a masked token may have any Ô; the caller zeroes its gradient
@@ -142,7 +142,7 @@ def value_gradient_kernel(
     COMPETITION: tl.constexpr, RENORMALIZE: tl.constexpr, RAISED: tl.constexpr, TILES: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """dV, from right to left with dS, and dÔ/D of each token without what later segments add.
+    """dV, from right to left with dS, and dÔ/D of each token without the part of later segments.
 
     Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K, V, dR; planes of `flows`; dS after each segment (`memories`); L before each segment (`logs`).
@@ -188,7 +188,7 @@ def value_gradient_kernel(
     COMPETES: tl.constexpr = RENORMALIZE and COMPETITION != "none"
     if COMPETES:
         columns, no_features = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.float32)
-        # each tile of E adds its part of d(Σ c k), and the first that of the last state
+        # each tile of E adds its part of d(Σ c k); the first tile also adds the part from the last state
         competing_sum = load_vector(p_grad_sums, row * 5 + COMPETING_SUM, columns, D) * tl.where(tile == 0, 1.0, 0.0)
         if SPLIT:
             p_competing += tile * tl.num_programs(0).to(tl.int64) * segments * D
@@ -208,7 +208,7 @@ def value_gradient_kernel(
         p_flow, p_grad_flow, inside = p_flows + base + tokens, p_grads + base + tokens, inside_of(tokens, base, last)
         received, competition = load_weights(p_flow, plane, keep, RENORMALIZE)
         if COMPETES:
-            # before the wider products, because of ptxas 12.8: see `flows_kernel`
+            # before the wider products because of ptxas 12.8, see `flows_kernel`
             b_coming = merged_operand(merge_columns(b_competing_sums, b_competing_sums), PRECISION)
             b_share = dot_nn(b_key, b_coming, PRECISION)
         if COMPETITION != "none":
@@ -222,7 +222,7 @@ def value_gradient_kernel(
         b_received_grad = operand(b_grad * received[:, None], PRECISION)
         b_products = mask_triangle(dot_nt(b_key, b_query, PRECISION), b_upper, FAST, PRECISION)
         if COMPETES:
-            # d(c) by way of W; as early as possible, since it leaves only a vector
+            # dc through W; as early as possible, since only a vector stays live
             if SPLIT:
                 overlap = tl.load(p_grad_flow + (GRAD_PLANES + tile) * plane, mask=inside, other=0.0)
             else:

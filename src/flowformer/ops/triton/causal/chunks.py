@@ -1,6 +1,6 @@
-"""What the causal kernels share: which tokens a program works on, how it loads them, their competition and allocation.
+"""Helpers of the causal kernels: which tokens a program works on, how it loads them, competition and allocation.
 
-Shapes are those of `forward_flows.py`.
+Shapes as in `forward_flows.py`.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def load_log(p_scalars, WHICH: tl.constexpr):
 @triton.jit
 def inside_of(tokens, base, last):
     """Which tokens of the chunk at `base` are in the segment."""
-    # what is left of the segment may need 64 bits, but not once the chunk bounds it
+    # the rest of the segment may need 64 bits; limited to the chunk it fits 32
     return tokens < tl.minimum(last - base, tokens.shape[0]).to(tl.int32)
 
 
 @triton.jit
 def locate_chunk(p_positions, batch, length, base, tokens, start, last, count):
-    """The rows of a chunk to load, which of its tokens take part, and D, how many tokens there are up to each.
+    """The rows of a chunk to load, which of its tokens are valid, and D, the number of valid tokens up to each.
 
-    After the last token of the segment, the last row is loaded again. A masked load would set its registers to zero
+    After the last token of the segment, its row is loaded again. A masked load would set its registers to zero
     first, which makes the second half of the loads wait for the first (check: time flows_kernel with mask=).
     """
     left = tl.minimum(last - base, tokens.shape[0]).to(tl.int32)
@@ -89,7 +89,7 @@ def _rows_at(p_x, base, tokens, stride, columns):
 
 @triton.jit
 def load_rows(p_x, base, rows, stride, keep, p_positions, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of the rows, 0 where masked: padding may hold anything."""
+    """A tile of the rows, 0 where masked, since padding may hold NaN."""
     columns = tile * BLOCK + tl.arange(0, BLOCK)
     p_rows = _rows_at(p_x, base, rows, stride, columns)
     if p_positions is not None:
@@ -131,7 +131,7 @@ def load_features(
 
 @triton.jit
 def load_vector(p_x, index, columns, WIDTH: tl.constexpr):
-    """Row `index` of x (..., WIDTH), 0 if there is no x."""
+    """Row `index` of x (..., WIDTH); 0 if x is None."""
     vector = tl.zeros(columns.shape, tl.float32)
     if p_x is not None:
         vector += tl.load(p_x + index * WIDTH + columns, mask=columns < WIDTH, other=0.0)
@@ -179,16 +179,16 @@ def store_memory(
 
 @triton.jit
 def materialize(x):
-    """x, by a reduction that changes nothing.
+    """x, by a no-op reduction.
 
-    Without it Triton loads x from global memory again for every layout it is needed in (check: LDG count in the SASS).
+    Without it Triton reloads x from global memory for every layout it is needed in (check: LDG count in the SASS).
     """
     return tl.max(tl.broadcast_to(x[:, None], x.shape[0], 2), 1)
 
 
 @triton.jit
 def triangle(C: tl.constexpr, UPPER: tl.constexpr):
-    """All bits set where the token of the column came no later than that of the row, or no earlier if UPPER."""
+    """All bits set where the column's token is not later than the row's token; if UPPER, not earlier."""
     tokens = tl.arange(0, C)
     seen = tokens[:, None] <= tokens[None, :] if UPPER else tokens[:, None] >= tokens[None, :]
     return tl.where(seen, -1, 0).to(tl.int16)
@@ -196,7 +196,7 @@ def triangle(C: tl.constexpr, UPPER: tl.constexpr):
 
 @triton.jit
 def mask_triangle(b_x, b_triangle, FAST: tl.constexpr, PRECISION: tl.constexpr):
-    """x as an operand of a product, 0 outside of the triangle."""
+    """x as an operand of a product, 0 outside the triangle."""
     if FAST and PRECISION == "bf16":
         # two numbers at a time
         return tl.inline_asm_elementwise(
@@ -211,7 +211,7 @@ def running_log_sum(conserved_outgoing, keep, log_sum, clamp, tau, FAST: tl.cons
     flow = tl.where(keep, competing_flow(conserved_outgoing, clamp, tau), LOG_ZERO)
     log = tl.associative_scan(flow, 0, fast_log_add) if FAST else tl.associative_scan(flow, 0, log_add)
     log = add_logs(log, log_sum, FAST)
-    # it never falls, so the largest is the last
+    # non-decreasing, so the maximum is the last
     return log, tl.max(log, 0)
 
 
@@ -233,7 +233,7 @@ def compute_competition(
 
 @triton.jit
 def load_tiles(p_plane, plane, mask, TILES: tl.constexpr):
-    """The sum of the planes of several tiles, one after another from p_plane on."""
+    """The sum of the planes of several tiles, consecutive from p_plane on."""
     total = tl.zeros(p_plane.shape, tl.float32)
     for tile in range(TILES):
         total += tl.load(p_plane + tile * plane, mask=mask, other=0.0)
@@ -256,7 +256,7 @@ def competing_gradient(p_flow, plane, keep, overlap):
 
 @triton.jit
 def decay(log, later):
-    """exp(log − later), at most 1: over 10⁶ tokens a running logarithm may fall by its own rounding."""
+    """exp(log − later), at most 1: over 10⁶ tokens a running logarithm may decrease by rounding."""
     return tl.exp(tl.minimum(log - later, 0.0))
 
 

@@ -1,7 +1,7 @@
 """Vectors as columns of a matrix: one product on tensor cores then gives several sums over tokens or features.
 
-Products take at least sixteen columns, so four vectors fit, each as two columns: what the precision of the product
-holds of it, and the remainder.
+Products need at least sixteen columns, so four vectors fit, each as two columns: its value rounded to the precision of
+the product, and the remainder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..precision import operand
 
 @triton.jit
 def remainder(x, PRECISION: tl.constexpr):
-    """What an operand of a product does not hold of x."""
+    """x minus its value as an operand of a product."""
     return x - operand(x, PRECISION).to(tl.float32)
 
 
@@ -48,9 +48,9 @@ def pick(b_x, WHICH: tl.constexpr):
 
 @triton.jit
 def merge_columns(b_x, b_y):
-    """The first two vectors of x (X, 16) and the next two of y (X, 16) as (X, 8), of which four columns are used.
+    """The first two vectors of x (X, 16) and the next two of y (X, 16) as (X, 8); four columns are used.
 
-    It stays in the threads that hold x and y, and takes one store for all four.
+    The data stays in the threads that hold x and y, and all four need one store.
     """
     pair = tl.arange(0, 8)[None, :]
     return tl.where(pair < 2, tl.sum(b_x.reshape(b_x.shape[0], 8, 2), 2), tl.sum(b_y.reshape(b_y.shape[0], 8, 2), 2))
@@ -58,7 +58,7 @@ def merge_columns(b_x, b_y):
 
 @triton.jit
 def merged_operand(b_x, PRECISION: tl.constexpr):
-    """What `merge_columns` returned, as `operand_columns` (X, 16)."""
+    """The result of `merge_columns` in the form of `operand_columns` (X, 16)."""
     pair = tl.join(operand(b_x, PRECISION), operand(remainder(b_x, PRECISION), PRECISION))
     return pair.reshape(b_x.shape[0], 16)
 

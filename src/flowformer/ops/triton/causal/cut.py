@@ -1,16 +1,16 @@
 """Causal Flow-Attention of one rank's part of the sequence: the kernels, with exchanges between them.
 
-Where a head has several segments, kernels find what came before each in dependent levels, on top of the state before
-the first token. So each level of the state of the ranks before is exchanged when the kernel that adds up this rank's
-part of it has run, and put into that state for the kernels after it:
+With several segments, kernels compute the sums before each segment in dependent levels, starting from the state before
+the first token. Each level of this state is exchanged after the kernel that computes this rank's part of it, and
+written into the state for the following kernels:
 
     sums [Σk, Σq, count]  flows [Σk/O, Σq/I]  conserve [log Σ exp(Ô)]  memory [S, Σ c k]  scan, output
 
-The gradients of the state of the ranks after are put into the gradient of the state after the last token:
+Gradients from later ranks are added to the gradient of the state after the last token:
 
     grad_memory [dS, d(Σ c k)]  scan, value_gradient [Z] [d(Σk/O), d(Σq/I)]  flow_gradient [dΣk, dΣq]  gradient
 
-Z is the sum of `backward_v.py`. What it takes from d(Σq/I) needs no kernel: it is a product of numbers per segment.
+Z is defined in `backward_v.py`. Its correction of d(Σq/I) needs no kernel: it is a product of numbers per segment.
 
 Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N), of this rank; T segments. The three
 tensors of a state are those of `FlowState`.
@@ -36,13 +36,13 @@ from .op import add_shared, key_gradients, positions_of, powers_gradient, state_
 from .plan import CausalPlan, state_sizes
 from .planes import COMPETING_SUM, COUNT, STATE_LOG_OUTGOING
 
-# the kernels that begin the stages
+# the first kernel of each stage
 FORWARD = 0, 1, 2, 3, 4  # sums; flows; conserve; memory; scan and output
 BACKWARD = 0, 1, 3, 4  # grad_memory; scan and value_gradient; flow_gradient; gradient, of dQ and of dK
 
 
 class CutPlan(CausalPlan):
-    """The plan of a rank's part, whose kernels are launched up to each exchange.
+    """The plan of a rank's part, whose kernels are launched in stages.
 
     Args:
         with_end: whether the state after the last token of the last rank may have a gradient.
@@ -88,7 +88,7 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _add(joined: Tensor, parts: Sequence[Tensor]) -> None:
-    """Adds numbers that were joined to the parts of a state."""
+    """Adds joined numbers to the parts of a state."""
     sizes = [math.prod(x.shape[2:]) for x in parts]
     for x, own in zip(parts, joined.split_with_sizes(sizes, -1), strict=True):
         x.add_(own.view_as(x))
@@ -109,14 +109,14 @@ def attend(
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
-        state: before the first token of the first rank, the same on every rank; None is that of nothing. Its gradient
-            is that of the copy of the first rank, and 0 on the others.
+        state: before the first token of the first rank, the same on every rank; None is an empty state. Its gradient
+            is computed on the first rank, and is 0 on the others.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
         powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
     """
     leaves = query, key, value, *((None, None, None) if state is None else state), powers
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    # there is no token that could be masked, and the kernels look at the last
+    # without tokens there is nothing to mask, and the kernels would read the last position
     mask = mask if query.shape[2] else None
     inputs = *leaves, mask, exchange, keep, with_end, *options_of(scale, variant)
     if keep:
@@ -250,7 +250,7 @@ def _backward(
     if with_end:
         given = zip((of_sums, of_memory, of_scalars), after, strict=True)
         of_end = [torch.zeros_like(like) if x is None else x for x, like in given]
-        after[2].copy_(of_end[2])  # logarithms that are not read pass through
+        after[2].copy_(of_end[2])  # gradients of unused logarithms pass through
 
     def take(level: Callable[..., list[Tensor]], *own: Tensor) -> None:
         _add(exchange.after(_join(own), None if of_end is None else _join(level(of_end))), level(after))
@@ -266,7 +266,7 @@ def _backward(
     own = _view(conserved_sums, *segments, tiles, 2, dim).sum((2, 3))
     if running is not None:
         logs = _view(kept.split_with_sizes(plan.kept)[2], *query.shape[:2], plan.segments + 1)
-        # Z before each segment from Z before later ones: L never falls, but for its rounding
+        # Z before each segment from Z before later ones; L is non-decreasing up to rounding
         decay = (logs[..., :, None] - logs[..., None, :]).clamp_max(0).exp().triu()
         later = (decay[..., :-1] * _view(carried, *segments, tiles).sum(-1)[..., None, :]).sum(-1)
         # Z is the gradient of −L
@@ -279,7 +279,7 @@ def _backward(
     take(_flow_sums, _view(flow_sums, *segments, 2, dim).sum(2))
     next(run)
     if exchange.rank:
-        # the first state is that before the first rank, which has its gradient
+        # only the first rank has a gradient of the first state
         first[0].zero_()
         first[1].zero_()
         if running is not None:
@@ -289,5 +289,5 @@ def _backward(
 
 
 def _view(part: Tensor, *shape: int) -> Tensor:
-    """The numbers of a part of a buffer, without those that align the next."""
+    """A part of a buffer without its alignment padding."""
     return part[: math.prod(shape)].view(shape)

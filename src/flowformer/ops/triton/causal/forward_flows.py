@@ -1,10 +1,10 @@
 """Kernels of the causal forward pass, first part: the flows; the memory and the result are in `forward_output.py`.
 
-A program walks over one segment of one head in chunks of C tokens. Inside a chunk all flows come from P = q kᵀ (C × C);
-all that came before the chunk enters as a sum. Where a head has several segments (SPLIT), what came before each is
-found in dependent levels: Σk and Σq (`sums_kernel`), which I and O need; Σk/O and Σq/I (`flows_kernel`), whose part
-from earlier segments is one more product for Ô (`conserve_kernel`) and Î (`output_kernel`); log Σ exp(Ô)
-(`conserve_kernel`) and S (`memory_kernel`, `scan_kernel`).
+A program processes one segment of one head in chunks of C tokens. Within a chunk all flows come from P = q kᵀ (C × C);
+earlier tokens enter as sums. If heads have several segments (SPLIT), the sums before each segment are computed in
+dependent levels: Σk and Σq (`sums_kernel`), which I and O need; Σk/O and Σq/I (`flows_kernel`), whose part from earlier
+segments is one more product for Ô (`conserve_kernel`) and Î (`output_kernel`); log Σ exp(Ô) (`conserve_kernel`) and S
+(`memory_kernel`, `scan_kernel`).
 
 Shapes: B sequences, H query heads, N tokens, T segments, D features, E values. Per token, (B, H, N): the planes of
 `flows` (`planes.py`). Per segment, (B·H, T, ...); per chunk, (B·H, T, chunks, ...). `positions` (B, N) counts the valid
@@ -138,7 +138,7 @@ def flows_kernel(
         p_local_flows += (batch * heads + head) * length
         key_sum += sum_segments(p_partial, 0, segment, segments, columns, KEY_SUM, D)
         query_sum += sum_segments(p_partial, 0, segment, segments, columns, QUERY_SUM, D)
-    # (φ + ε)·(Σ + ε): the sum takes its ε here, each token its own when it is loaded
+    # (φ + ε)·(Σ + ε): ε is added to the sum here, and to each token when it is loaded
     eps_row = tl.where(columns < D, eps, 0.0)
     conserved_key, conserved_query = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
     if not SPLIT:
@@ -163,10 +163,10 @@ def flows_kernel(
         if p_positions is not None:
             b_seen = b_lower & keep[None, :]
         # Before the wider products: they reuse this operand's shared memory, and ptxas 12.8 then reads uniform
-        # registers that it never wrote (check: move it down and run tests/machine_code.py)
+        # registers that were never written (check: move it down and run tests/machine_code.py)
         b_all_sums = merge_columns(b_key_sums, b_query_sums)
         b_before = merged_operand(b_all_sums, PRECISION)
-        # a product for each direction, so that every sum runs along a row, inside a warp
+        # one product per direction, so that every sum runs along a row, inside a warp
         b_to_sinks = tl.where(b_seen, dot_nt(b_query_eps, b_key, PRECISION), 0.0)
         b_to_sources = tl.where(b_seen, dot_nt(b_key_eps, b_query, PRECISION), 0.0)
         b_sinks_before = dot_nn(b_query_eps, b_before, PRECISION)
@@ -196,7 +196,7 @@ def flows_kernel(
                 inverse_in, conserved_in, keep, inverse_position, gamma, FAST, ALLOCATION, RENORMALIZE
             )
             which = tl.arange(0, 8)[None, :]
-            # in the order of the planes; 1/D where nothing is written
+            # in the order of the planes; 1/D where nothing is stored
             b_planes = stack8(
                 inverse_in,
                 conserved_out,
@@ -254,7 +254,7 @@ def conserve_kernel(
     PRECISION: tl.constexpr, COMPETITION: tl.constexpr, RENORMALIZE: tl.constexpr, KEEP: tl.constexpr,
     STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Ô with what comes from earlier segments, and log Σ exp(Ô) of each segment.
+    """Ô including earlier segments, and log Σ exp(Ô) of each segment.
 
     Grid:   (B·H, segments). Only where heads have several segments.
     Reads:  K; Ô, Σk/O and Σq/I of this segment only (`local_flows`, `local_sums`); Σk/O and Σq/I of earlier segments
@@ -274,7 +274,7 @@ def conserve_kernel(
     if p_powers is not None:
         tau = load_tau(p_powers, head)
     SUMS: tl.constexpr = 5 if RENORMALIZE else 4
-    # two chunks at a time: there is little to do for a token but the scan
+    # two chunks at a time: there is little work per token besides the scan
     columns, tokens = tl.arange(0, BLOCK_D), tl.arange(0, 2 * C)
     conserved_key = load_vector(p_state_sums, row * SUMS + CONSERVED_KEY_SUM, columns, D)
     conserved_query = load_vector(p_state_sums, row * SUMS + CONSERVED_QUERY_SUM, columns, D)

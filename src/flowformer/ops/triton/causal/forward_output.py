@@ -1,6 +1,6 @@
 """Kernels of the causal forward pass, second part: the memory S and the result.
 
-Programs, shapes and the order of the launches are those of `forward_flows.py`. Math: docs/kernels.md.
+Programs, shapes and launch order are described in `forward_flows.py`. Math: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def scan_kernel(
     p_partial, p_begin, p_before, p_end, segments,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the memories of the segments before each, in REVERSE of those after each, in a fixed order.
+    """The sum of the memories of the segments before each segment (in REVERSE: after it), in a fixed order.
 
     Grid:   (B·H, blocks of D·E).
     Reads:  `partial` (B·H, T, WIDTH), one memory for each segment; `begin` (B·H, WIDTH), of the state, if there is one.
@@ -248,7 +248,7 @@ def output_kernel(
         if KEEP and tile == 0:
             tl.store(p_flow + COMPETITION_WEIGHT * plane, competition, mask=inside)
         if RENORMALIZE:
-            # before the wider products, because of ptxas 12.8: see `flows_kernel`
+            # before the wider products because of ptxas 12.8, see `flows_kernel`
             b_competing_sum = merge_columns(b_sums, b_sums)
             b_before = merged_operand(b_competing_sum, PRECISION)
             b_competing_flow = dot_nn(b_query_eps, b_before, PRECISION)
@@ -262,7 +262,7 @@ def output_kernel(
         b_competing = operand(b_value * competition[:, None], PRECISION)
         b_products = mask_triangle(dot_nt(b_query, b_key, PRECISION), b_lower, FAST, PRECISION)
         if RENORMALIZE:
-            # by the same rounded products as the result, so that weights sum to α
+            # with the same rounded products as the result, so that the weights sum to α
             competing = pick(dot(b_products, b_weights, b_competing_flow, PRECISION), 0) + flow_eps
             if RAISED:
                 competing += eps * tl.cumsum(tl.sum(b_key.to(tl.float32), 1) * competition, 0)

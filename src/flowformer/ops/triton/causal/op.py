@@ -50,7 +50,7 @@ def recurrent(
         result = decode(query, key, value, (sums, memory, scalars), scale, variant, mask, powers)
         return result, (sums, memory, scalars)
     result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant, powers)
-    # decoding writes into the parts of a state, so each gets memory of its own
+    # decoding updates the tensors of a state in place, so each gets its own memory
     ends = state_views(end, query, query.shape[0], value.shape[3], num_sums(variant))
     sums, memory, scalars = (part.clone() for part in ends)
     return result, (sums, memory, scalars)
@@ -97,14 +97,14 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
 
 
 class _Causal(torch.autograd.Function):
-    # without setup_context, for which torch inspects the signature in every call
+    # no setup_context: with it torch inspects the signature in every call
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         result, end, kept = _triton_causal(*inputs)
         scalars, powers = inputs[10:12]
         ctx.save_for_backward(*inputs[:5], powers, scalars, result, kept)
         ctx.mark_non_differentiable(kept)
-        # gradients of outputs that are not used stay None, and cost nothing
+        # gradients of unused outputs stay None instead of zeros
         ctx.set_materialize_grads(False)
         ctx.longest, ctx.options, ctx.has_state = inputs[6], inputs[12:], scalars is not None
         return result, end, kept
@@ -117,7 +117,7 @@ class _Causal(torch.autograd.Function):
             grad = torch.zeros_like(result)
         inputs = *tensors, ctx.longest, powers, scalars, result, kept, *ctx.options
         *grads, start = differentiate(_triton_causal_backward, grad, grad_end, *inputs)
-        # not by `variant_of`: torch.compile traces this function, and no dataclass
+        # not by `variant_of`: torch.compile traces this function and cannot trace the dataclass
         batch, sums = _sequences(query, bounds), 5 if ctx.options[-1] else 4
         state = state_views(start, query, batch, value.shape[3], sums) if ctx.has_state else (None, None, None)
         grad_powers = None
@@ -139,7 +139,7 @@ def powers_gradient(flat: Tensor, query: Tensor, batch: int, value_dim: int, sum
     heads, dim = query.shape[1], query.shape[3]
     parts = flat[sum(state_sizes(batch * heads, dim, value_dim, sums)) :]
     segments = parts.shape[0] // max(2 * batch * heads, 1)
-    # of each sequence, head and segment, added up in a fixed order
+    # parts of each sequence, head and segment, summed in a fixed order
     return parts.view(batch, heads, segments, 2).sum((0, 2)).t()
 
 
@@ -158,7 +158,7 @@ def _forward(
     powers: Powers,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the state after it in one buffer, and what the backward pass needs, if it is to `keep` that."""
+    """The result, the state after it in one buffer and, if `keep`, what the backward pass needs."""
     if bounds is not None and key_bounds is not None:
         check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
@@ -177,7 +177,7 @@ def _forward(
     plan = plan_of(CausalPlan, inputs, longest, keep, *options)
     result = empty_result(query, value.shape[3])
     if bounds is not None:
-        # no kernel writes tokens that belong to no sequence
+        # kernels do not write tokens that belong to no sequence
         result.zero_()
     kept, end = empty(plan.kept, query.device), empty(plan.state, query.device)
     scratch = empty(plan.forward_scratch, query.device) if plan.forward_scratch else None
@@ -203,7 +203,7 @@ def _backward_kernels(
     longest: int,
     options: Any,
 ) -> Iterator[Kernel]:
-    """The kernels of the backward pass, if gradients have the strides of what they are gradients of."""
+    """The kernels of the backward pass, assuming that each gradient has the strides of its tensor."""
     meta, rest = torch.device("meta"), (bounds, powers, result, None, scalars, result, kept)
     plan = plan_of(CausalPlan, (query, key, value, mask, *rest), longest, True, *options)
     start, scratch = empty(plan.start, meta), empty(plan.backward_scratch, meta)
@@ -252,7 +252,7 @@ def _backward(
 def key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> list[Tensor]:
     """Uninitialised gradients of key and value, one for every query head.
 
-    Those of query heads that share a key head are added up in a fixed order afterwards.
+    The gradients of query heads that share a key head are summed in a fixed order afterwards.
     """
     if query.shape[1] == key.shape[1]:
         return [torch.empty_like(x, device=device) for x in (key, value)]
@@ -260,10 +260,10 @@ def key_gradients(query: Tensor, key: Tensor, value: Tensor, device: torch.devic
 
 
 def add_shared(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x (B, H_kv, N, ...), from one for every query head."""
+    """The gradient of x (B, H_kv, N, ...), from the gradients of all query heads."""
     if grad.shape[1] == x.shape[1]:
         return grad
-    # in this dtype also under autocast, which would choose float32
+    # keep this dtype under autocast, which would choose float32
     total: Tensor = grad.unflatten(1, (x.shape[1], -1)).sum(2, dtype=grad.dtype)
     return total
 
@@ -271,7 +271,7 @@ def add_shared(grad: Tensor, x: Tensor) -> Tensor:
 def _empty_outputs(
     query: Tensor, value: Tensor, bounds: Bounds, longest: int, keep: bool, options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the last state, and what is kept, uninitialised."""
+    """The result, the last state, and what is saved for the backward pass, uninitialised."""
     rows, dim, value_dim = query.shape[1] * _sequences(query, bounds), query.shape[3], value.shape[3]
     variant = variant_of(options)
     chunk, sums = config(query.dtype, dim, value_dim, variant.feature_map).chunk, num_sums(variant)
@@ -297,7 +297,7 @@ def _sequences(query: Tensor, bounds: Bounds) -> int:
 
 
 def positions_of(mask: Mask) -> Tensor | None:
-    """How many tokens of a sequence there are up to each, negative where it is masked itself."""
+    """The number of valid tokens up to each token, negative where the token itself is masked."""
     if mask is None:
         return None
     mask = mask.contiguous()

@@ -1,4 +1,4 @@
-"""How the causal kernels are launched: fixed tables, measured on an H200, and the plan of a call."""
+"""Launch tables of the causal kernels, tuned on an H200, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size, varia
 from . import backward_flows, backward_qk, backward_v, forward_flows, forward_output
 from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES, RENORMALIZED_PLANES
 
-SEGMENTS_PER_SM = 4  # of all heads together: two rounds of two programs
-BUSY_SHARE = 0.75  # of the SMs that whole heads must occupy for only long ones to be cut
-# tokens worth a segment of their own, where heads occupy a smaller share of the SMs, and where they do not
+SEGMENTS_PER_SM = 4  # over all heads: two waves of two programs
+BUSY_SHARE = 0.75  # share of the SMs above which whole heads count as busy, so that only long ones are split
+# minimum tokens per segment, below and above that share
 MIN_SEGMENT, MIN_BUSY_SEGMENT = 256, 2048
-NEGLIGIBLE_EPS = 2.0**-14  # an ε that bfloat16 features of about a half do not hold, not even several times
+NEGLIGIBLE_EPS = 2.0**-14  # an ε that vanishes when added to bfloat16 features of about 1/2, even several times
 
 
 class Config(NamedTuple):
     """How the kernels of one dtype and head dimension are launched."""
 
-    chunk: int  # tokens that meet in one product
-    tile: int  # values, or features, of one program where several share a head
+    chunk: int  # tokens per product
+    tile: int  # values or features per program, if several programs share a head
     sums: Tuning  # the kernels that need φ and little else
     memory: Tuning
     flows: Tuning
@@ -78,7 +78,7 @@ def config(dtype: torch.dtype, dim: int, value_dim: int, feature_map: str) -> Co
 
 
 def _is_uniform(dim: int, value_dim: int) -> bool:
-    """Whether queries, keys and values are of one width: the shapes whose wgmma ptxas 12.8 addresses right."""
+    """Whether queries, keys and values have the same width: for these ptxas 12.8 compiles wgmma correctly."""
     return block_size(dim) == block_size(value_dim) >= 64
 
 
@@ -95,17 +95,17 @@ class CausalPlan(Plan):
 
     Attributes:
         state: sizes of the three tensors of a state in one buffer.
-        start: the same of the gradient of the first state, then of the parts of that of the powers.
+        start: the same for the gradient of the first state, then sizes of the parts of the powers' gradient.
     """
 
-    # whether the tokens are one rank's part: what is before its first segment is then found as for the others
+    # whether the tokens are one rank's part of a sequence: its first segment then also has a past
     is_cut = False
 
     def __init__(self, tensors: Signatures, device: torch.device, longest: int, keep: bool, *options: Any) -> None:
         scale, variant = options[0], variant_of(options)
         (shape, _, dtype, _), (key_shape, *_), (value_shape, *_), _, bounds, powers, *_ = tensors
         (batch, heads, length, dim), key_heads, value_dim = shape, key_shape[1], value_shape[3]
-        # factors of several widths need kernels without wgmma, see `launch.Launches`
+        # operands of several widths need kernels without wgmma, see `launch.Launches`
         super().__init__(wgmma=_is_uniform(dim, value_dim))
         self.rows = heads * (batch if bounds is None else bounds[0][0] - 1)
         self.segments = segment_count(self.rows, longest, device)
@@ -120,13 +120,13 @@ class CausalPlan(Plan):
         self.block_d, self.block_e = block_size(dim), block_size(value_dim)
         self.tile_d, self.tile_e = min(self.block_d, self.config.tile), min(self.block_e, self.config.tile)
         self.feature_tiles, self.value_tiles = triton.cdiv(dim, self.tile_d), triton.cdiv(value_dim, self.tile_e)
-        # the rounding of fewer than sixteen features does not average out
+        # with fewer than sixteen features rounding errors do not average out
         is_bf16 = dtype == torch.bfloat16 and device.type == "cuda" and dim >= 16
         self.features = {
             "D": dim,
             "BLOCK_D": self.block_d,
             "MAP": variant.feature_map,
-            # float16 is finer than the fast sigmoid, and its range too small for the sums: it is computed as float32
+            # float16 is computed as float32: it is more precise than the fast sigmoid, its range too small for the sums
             "FAST": is_bf16 and fast(dtype, device),
             "PRECISION": "bf16" if is_bf16 else "tf32x3" if device.type == "cuda" else "ieee",
         }
@@ -135,17 +135,17 @@ class CausalPlan(Plan):
         self.competition = {"COMPETITION": variant.competition, **self.renormalize}
         self.roles = {**self.competition, "ALLOCATION": variant.allocation != "none"}
         self.raised = {"RAISED": self.features["PRECISION"] != "bf16" or self.eps > NEGLIGIBLE_EPS}
-        # of W; a number of None is no parameter of a kernel
+        # for W; None compiles to no kernel parameter
         self.competing_eps = variant.flow_eps if variant.renormalize else None
         self.keep, self.split = {"KEEP": keep}, {"SPLIT": self.is_split}
         # REVERSE and BALANCE of each launch of gradient_kernel: those for dQ, then the one for dK
         tiled = [(0, "measure"), (0, "measured")] if dtype == torch.bfloat16 else [(0, "none")]
         for_queries = [(0, "own")] if self.feature_tiles == 1 else tiled
-        # whether R, or qS/W, changes when q is scaled only through ε, which bfloat16 does not hold
+        # whether scaling q changes R (or qS/W) only through ε, which vanishes in bfloat16
         invariant = variant.renormalize or variant.allocation == "none"
         invariant = invariant and max(variant.eps, variant.flow_eps) < NEGLIGIBLE_EPS
         self.centre = CENTRES[variant.feature_map] if invariant and dtype == torch.bfloat16 else 0.0
-        # what centred features are measured for is something else
+        # dK uses what was measured for dQ; with centred features that is another quantity
         shares = variant.renormalize and not self.centre and for_queries[-1][1] != "none"
         self.gradients = [*for_queries, (1, "measured" if shares else "none")]
 
@@ -187,7 +187,7 @@ class CausalPlan(Plan):
         end: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        """The kernels of a forward pass, of its inputs and what it allocates."""
+        """The kernels of a forward pass, from its inputs and the buffers it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         end_sums, end_memory, end_scalars = end.split(self.state)
         config, kinds = self.config, self.split | self.keep
@@ -272,7 +272,7 @@ class CausalPlan(Plan):
         start: Argument,
         scratch: Argument,
     ) -> Iterator[Kernel]:
-        """The kernels of a backward pass, of its inputs and what it allocates."""
+        """The kernels of a backward pass, from its inputs and the buffers it allocates."""
         flows, chunk_sums, logs, memories = kept.split(self.kept)
         start_sums, start_memory, start_scalars, *grad_powers = start.split(self.start)
         grad_sums, grad_memory, grad_scalars = (None, None, None) if grad_end is None else grad_end.split(self.state)
@@ -327,7 +327,7 @@ class CausalPlan(Plan):
                 "BLOCK_D": self.tile_d,
                 "E": self.values["E"],
                 "BLOCK_E": self.block_e,
-                # the sums of the last state do change when q is scaled, so they may have no gradient; qS/W is no sum
+                # the sums of the last state change when q is scaled, so they must have no gradient, unless qS/W is used
                 "CENTRE": 0.0
                 if reverse or (self._has_end_gradient(grad_end) and not self.is_renormalized)
                 else self.centre,
@@ -350,7 +350,7 @@ class CausalPlan(Plan):
         return grad_end is not None
 
     def _renormalized(self, *arguments: Argument | None) -> Sequence[Argument | None]:
-        """What only kernels of a renormalised variant take: an argument of None is no parameter of a kernel."""
+        """Arguments for renormalised variants only; None compiles to no kernel parameter."""
         return arguments if self.is_renormalized else [None] * len(arguments)
 
     def _kernel(
@@ -372,7 +372,7 @@ class CausalPlan(Plan):
         )
 
     def _scan(self, *arguments: Argument | None, reverse: bool) -> Kernel:
-        """Adds up the memories of the segments before each, in reverse of those after each."""
+        """Sums the memories of the segments before each segment, in reverse after it."""
         block = min(256, triton.next_power_of_2(self.width))
         constants = {"WIDTH": self.width, "BLOCK": block, "REVERSE": reverse}
         grid = self.rows, triton.cdiv(self.width, block), 1
@@ -380,7 +380,7 @@ class CausalPlan(Plan):
 
 
 def segment_count(rows: int, longest: int, device: torch.device) -> int:
-    """How many segments each of `rows` heads is cut into; symbolic if they are."""
+    """The number of segments of each of `rows` heads; symbolic if the arguments are."""
     sms = num_sms(device)
     if rows > sms:
         # do not split: a second segment only re-reads tokens
@@ -395,19 +395,19 @@ def segment_chunks(longest: int, segments: int, chunk: int) -> int:
 
 
 def state_sizes(rows: int, dim: int, value_dim: int, sums: int) -> list[int]:
-    """How many numbers the three tensors of a state take in one buffer, each aligned; it has 4 or 5 `sums`."""
+    """Sizes of the three tensors of a state in one buffer, each aligned; a state has 4 or 5 `sums`."""
     return [aligned(size) for size in (sums * rows * dim, rows * dim * value_dim, 3 * rows)]
 
 
 def powers_size(rows: int, segments: int, has_powers: bool) -> list[int]:
-    """How many numbers follow the gradient of the first state: the parts of dτ and dγ of each segment."""
+    """Sizes of what follows the gradient of the first state: the parts of dτ and dγ of each segment."""
     return [2 * rows * segments] if has_powers else []
 
 
 def kept_sizes(
     shape: Sequence[int], value_dim: int, rows: int, longest: int, segments: int, chunk: int, keep: bool, sums: int
 ) -> list[int]:
-    """How many numbers the planes of flows, the sums before chunks (only if kept), logs and memories take."""
+    """Sizes of the planes of flows, the sums before chunks (only if kept), logs and memories."""
     batch, heads, length, dim = shape
     planes = (PLANES if sums == 4 else RENORMALIZED_PLANES) if keep else FORWARD_PLANES
     chunks = segments * segment_chunks(longest, segments, chunk) if keep else 0

@@ -1,4 +1,4 @@
-"""Planes: the numbers per token that causal kernels pass on, each (B, H, N) in one float32 tensor."""
+"""Planes: per-token numbers that causal kernels share, each (B, H, N), in one float32 tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 # the planes of `flows`
 INVERSE_INCOMING = tl.constexpr(0)  # 1/I
 CONSERVED_OUTGOING = tl.constexpr(1)  # Ô
-LOG_OUTGOING = tl.constexpr(2)  # log Σ exp(Ô) from the start of the segment on
+LOG_OUTGOING = tl.constexpr(2)  # log Σ exp(Ô) since the start of the segment
 RECEIVED = tl.constexpr(3)  # α/(I·D)
 FORWARD_PLANES = tl.constexpr(4)  # the others are for the backward pass
 INVERSE_OUTGOING = tl.constexpr(4)  # 1/O
