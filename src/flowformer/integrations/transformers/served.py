@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousMixin
 
 from ...nn import token_positions
-from .cache import NAME, with_states
+from .cache import NAME, FlowCacheLayer, with_states
 from .context import check_labels, check_padding, group_of
 from .heads import KEPT, Exchange, FlowHeads, sizes_of
 
@@ -178,8 +178,9 @@ def current_cache() -> Cache | None:
 
 
 def _before_attention(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Tell the attention function of the cache, which is passed to its layer only."""
-    _thread.cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+    """Tell the attention function of the cache, which is passed to its layer only; hooks outlast Flow-Attention."""
+    caches = (x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
+    _thread.cache = next(caches, None) if is_flow(getattr(layer, "config", None)) else None
 
 
 def _after_attention(layer: Any, args: tuple, output: Any) -> None:
@@ -333,6 +334,8 @@ def set_attn_implementation(original: Callable, model: PreTrainedModel, choice: 
         if is_flow(part.config):
             attach_heads(part, device=part.device)
             prepare(part)
+        else:
+            vars(part).pop("_is_stateful", None)  # which `prepare` had set
 
 
 @extends(PreTrainedConfig, "_remove_keys_not_serialized")
@@ -370,6 +373,12 @@ def keep_states(original: Callable, cache: Any, *args, **kwargs) -> None:
 @extends(Cache, "update")
 def note_layer(original: Callable, cache: Any, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> Any:
     """Tell the attention function which layer of the cache its tokens belong to; a module may run for several."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if isinstance(layer, FlowCacheLayer) and current_cache() is not cache:
+        raise TypeError(
+            f"got a {type(cache).__name__} of Flow-Attention for another attention: its states hold no keys and "
+            "values. Pass DynamicCache(config=model.config), or no cache: generate and the model make one."
+        )
     cache._flow_layer = layer_idx
     return original(cache, key, value, layer_idx, *args, **kwargs)
 
