@@ -129,7 +129,8 @@ def _compare_embeddings(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str,
     for rows in sentences.lengths.argsort().split(size):
         batch = sentences.padded(rows)
         for found, run in zip(embeddings, (pair.taught, pair.learned), strict=True):
-            found.append(mean_of_tokens(run(batch).float(), batch["attention_mask"]))
+            result = run(batch).float()  # that of a head may have no tokens: a row for each sentence
+            found.append(result if result.dim() == 2 else mean_of_tokens(result, batch["attention_mask"]))
     taught, learned = (torch.cat(found) for found in embeddings)
     return {
         "cosine": F.cosine_similarity(taught, learned).mean().item(),

@@ -164,9 +164,10 @@ def prepare(model: PreTrainedModel) -> None:
     if not hasattr(model, "_flow_arguments"):
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model._flow_arguments = [] if counts else names  # type: ignore[assignment]
-    # RoBERTa and its like count from the position after that of padding
+    # RoBERTa and its like count from the position after that of padding, but rotary ones of ESM from 0
     like_roberta = (part for part in model.modules() if hasattr(part, "create_position_ids_from_inputs_embeds"))
-    model._flow_padding = next((part.padding_idx for part in like_roberta), None)  # type: ignore[assignment]
+    tables = (part for part in like_roberta if getattr(part, "position_embedding_type", "") != "rotary")
+    model._flow_padding = next((part.padding_idx for part in tables), None)  # type: ignore[assignment]
 
 
 _thread = threading.local()  # threads may share a model, but not a cache
@@ -377,7 +378,8 @@ def note_layer(original: Callable, cache: Any, key: Tensor, value: Tensor, layer
     if isinstance(layer, FlowCacheLayer) and current_cache() is not cache:
         raise TypeError(
             f"got a {type(cache).__name__} of Flow-Attention for another attention: its states hold no keys and "
-            "values. Pass DynamicCache(config=model.config), or no cache: generate and the model make one."
+            "values. Pass DynamicCache(config=model.config), or no cache: generate and the model make one. If the "
+            f"config was changed after the model was built, call model.set_attn_implementation({NAME!r}) instead."
         )
     cache._flow_layer = layer_idx
     return original(cache, key, value, layer_idx, *args, **kwargs)
