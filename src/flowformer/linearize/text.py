@@ -54,7 +54,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     """Of their bytes."""
     result = 0
     for tensor in tensors:
-        result = zlib.crc32(tensor.cpu().flatten().view(torch.uint8).numpy(), result)
+        result = zlib.crc32(tensor.cpu().flatten().view(torch.uint8).numpy().data, result)
     return result
 
 
