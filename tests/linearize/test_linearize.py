@@ -192,6 +192,11 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
     torch.nn.init.zeros_(teacher.model.layers[1].mlp.down_proj.weight)
     with pytest.raises(ValueError, match="another model"):
         run(tmp_path / "cut", resume=True)
+    checkpoint = tmp_path / "cut" / "transfer.pt"
+    for size in (checkpoint.stat().st_size // 2, 99, 0):
+        checkpoint.write_bytes(checkpoint.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"transfer.pt is damaged: .*\. Delete it"):
+            run(tmp_path / "cut", resume=True)
 
 
 def test_gradient_checkpointing_changes_nothing(teacher):

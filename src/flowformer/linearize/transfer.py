@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -327,7 +328,7 @@ class _Run:
         if not (self.folder / LOG).exists() and self.folder.is_dir() and any(self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} has files that are no transfer's. Choose another folder.")
         if path.exists():
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = _read(path)
             mine = self.config.to_dict() | {"minutes": None}
             if saved["config"] | {"minutes": None} != mine:
                 differ = [name for name in mine if name != "minutes" and saved["config"].get(name) != mine[name]]
@@ -492,6 +493,15 @@ class _Run:
             for name, parameter in self.student.model.named_parameters():
                 if name in saved["learned"]:
                     parameter.copy_(saved["learned"][name])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A checkpoint; torch says of a damaged one neither that it is nor which."""
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it; a resumed transfer then begins anew.") from error
+    return saved
 
 
 def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Parameter]:
