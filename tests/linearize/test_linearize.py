@@ -17,6 +17,7 @@ from language import LLAMA, WORDS, documents
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flowformer import FlowVariant
+from flowformer.integrations.transformers import FlowCache
 from flowformer.integrations.transformers.heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
@@ -433,6 +434,22 @@ def test_the_cache_of_a_student_does_not_grow(teacher):
     assert flow[0]["cache_bytes"] == flow[1]["cache_bytes"] > 0
     assert softmax[1]["cache_bytes"] > 3 * softmax[0]["cache_bytes"]
     assert all(row["tokens_per_second"] > 0 for row in softmax + flow)
+
+
+def test_the_bytes_of_a_cache_include_recurrent_states():
+    sizes = {k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+    for config, recurrent in (
+        (transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]), 2 * 32 * 3),
+        (transformers.FalconH1Config(**sizes, num_hidden_layers=1, **mamba), 2 * (48 * 4 + 4 * 8 * 8)),
+    ):
+        student = linearize(AutoModelForCausalLM.from_config(config).eval())
+        (flow,) = {row["cache_bytes"] for row in generation_speed(student.model, [4, 9], batch_size=2, tokens=2)}
+        cache = FlowCache(student.config)
+        with torch.no_grad():
+            student(torch.ones(2, 3, dtype=torch.long), past_key_values=cache)
+        assert flow == 4 * recurrent + sum(x.nbytes for x in cache.layers[-1].state.pack())
 
 
 def test_bad_input_is_refused(teacher, tmp_path):
