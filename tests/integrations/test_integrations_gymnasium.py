@@ -317,6 +317,52 @@ def test_errors_of_environments():
         DecisionPolicy(randomized(), 1.0, state_std=np.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_return": np.nan}, "target_return must be finite, got nan"),
+        ({"return_scale": 0}, "return_scale must be positive and finite, got 0"),
+        ({"return_scale": -1.0}, "return_scale must be positive"),
+        ({"state_std": np.array([1.0, 0.0])}, r"state_std must be positive and finite, got \[1. 0.\]"),
+        ({"state_mean": np.array([np.inf, 0.0])}, "state_mean must be finite"),
+    ],
+)
+def test_a_policy_of_numbers_that_are_none_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DecisionPolicy(randomized(), **{"target_return": 1.0} | options)
+
+
+@pytest.mark.parametrize(("part", "name"), [(0, "observations"), (1, "rewards")])
+def test_an_environment_that_breaks_is_noticed(part, name):
+    """NaN would become that of all actions and returns after it."""
+
+    class Broken(Game):
+        def step(self, action):
+            result = list(super().step(action))
+            result[part] = result[part] * np.nan
+            return tuple(result)
+
+    with pytest.raises(ValueError, match=f"{name} must be finite, got.*nan"):
+        evaluate(policy_of(randomized()), Broken(length=2), 1)
+
+
+def test_whole_numbers_are_rounded_to():
+    model = randomized()
+    nn.init.normal_(model.action_head.weight, std=2.0)
+
+    def first_action(dtype, state):
+        env = Game()
+        env.action_space = Box(-9, 9, (1,), dtype)
+        policy = policy_of(model)
+        policy.reset(env)
+        return policy.act(state)
+
+    states = np.random.default_rng(0).normal(size=(9, 2))
+    whole, exact = (np.array([first_action(dtype, state) for state in states]) for dtype in (np.int32, np.float32))
+    assert np.array_equal(whole, np.rint(exact))
+    assert not np.array_equal(whole, np.trunc(exact))
+
+
 def test_broken_gymnasium_gives_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "gymnasium.py").write_text("raise RuntimeError('broken')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -190,6 +190,8 @@ def test_examples_of_the_page(tmp_path, monkeypatch, capsys):
 def test_errors_of_recordings():
     with pytest.raises(ValueError, match="got no episodes"):
         read_episodes([])
+    with pytest.raises(ValueError, match="return_scale must be positive and finite, got 0"):
+        read_episodes([], return_scale=0)
     space = Dict({"goal": Box(-1, 1, (2,))})
     flags = np.zeros(4, dtype=bool)
     goals = minari.EpisodeData(0, space.sample(), np.zeros((4, 1)), np.zeros(4), flags, flags, {})

@@ -45,6 +45,7 @@ def decoder(chosen: str | PreTrainedConfig):
     model = randomized(AutoModelForCausalLM.from_config(config, attn_implementation="flow_attention"))
     model.generation_config.eos_token_id = None  # so that all rows run to the end
     model.generation_config.pad_token_id = 0
+    model.config._experts_implementation = "eager"  # the others have no float64
     return model
 
 
@@ -135,10 +136,21 @@ def test_a_prefix_is_shared_by_copies_and_snapshots():
         cache.restore(kept[:1])
 
 
-def test_recurrent_layers_beside_the_attention_are_copied_too():
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+HYBRIDS = [
+    transformers.FalconH1Config(**TEXT, num_key_value_heads=2, mamba_d_ssm=32, **MAMBA),
+    transformers.ZayaConfig(**TEXT, num_key_value_heads=2),
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [transformers.BambaConfig(**TEXT, num_key_value_heads=2, attn_layer_indices=[1], **MAMBA), *HYBRIDS],
+    ids=lambda config: config.model_type,
+)
+def test_recurrent_layers_beside_the_attention_are_copied_too(config):
     """Those of transformers change their tensors in place."""
-    mamba = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
-    model = decoder(transformers.BambaConfig(**TEXT, num_key_value_heads=2, attn_layer_indices=[1], **mamba))
+    model = decoder(config)
     cache, token = FlowCache(model.config), PROMPTS[:, :1]
     with torch.no_grad():
         model(PROMPTS, past_key_values=cache)
@@ -150,6 +162,19 @@ def test_recurrent_layers_beside_the_attention_are_copied_too():
             assert torch.equal(model(token, past_key_values=cache).logits, expected)
 
 
+@pytest.mark.parametrize("config", HYBRIDS, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_layers_with_a_recurrence_beside_their_attention_decode(config, options):
+    model, options = decoder(config), {"do_sample": False, "max_new_tokens": 5, **options}
+    found = model.generate(PROMPTS, attention_mask=LEFT, return_dict_in_generate=True, **options)
+    assert all(isinstance(layer, FlowCacheLayer) for layer in found.past_key_values.layers)
+    expected = model.generate(PROMPTS, attention_mask=LEFT, use_cache=False, **options)
+    assert torch.equal(found.sequences, expected)
+    cache = found.past_key_values
+    cache.reset()
+    assert torch.equal(model.generate(PROMPTS, attention_mask=LEFT, past_key_values=cache, **options), expected)
+
+
 def test_a_module_that_runs_several_times_has_a_past_for_each():
     sizes = {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "head_dim": 8}
     text = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
@@ -157,16 +182,8 @@ def test_a_module_that_runs_several_times_has_a_past_for_each():
     assert_cache_changes_nothing(model, {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2),  # attends twice
-        transformers.FalconH1Config(**TEXT, num_key_value_heads=2, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_layers_that_need_more_than_one_state_do_not_decode(config):
-    model = decoder(config)
+def test_layers_that_need_more_than_one_state_do_not_decode():
+    model = decoder(transformers.DiffLlamaConfig(**TEXT, num_key_value_heads=2))  # attends twice
     with pytest.raises(NotImplementedError, match=r"one FlowState a layer\. Pass use_cache=False"):
         model.generate(PROMPTS, max_new_tokens=2)
     model.generate(PROMPTS, max_new_tokens=2, use_cache=False)
@@ -236,6 +253,23 @@ def test_caches_of_keys_and_values_are_refused():
         FlowCache(AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"])).config)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=9)):
         assert all(isinstance(layer, FlowCacheLayer) for layer in cache.layers)
+
+
+def test_softmax_is_given_no_states():
+    """It would see the new tokens alone, without a word."""
+    model = decoder("llama")
+    softmax = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"]))
+    cache = FlowCache(model.config)
+    model(PROMPTS, past_key_values=cache)
+    model.set_attn_implementation("sdpa")
+    for each, past in ((model, cache), (softmax.double(), FlowCache(decoder("llama").config))):
+        with pytest.raises(TypeError, match=r"of Flow-Attention for another attention"):
+            each(PROMPTS, past_key_values=past)
+    expected = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=4, use_cache=False)
+    found = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    assert torch.equal(found, expected)
+    model.set_attn_implementation("flow_attention")
+    assert_cache_changes_nothing(model, {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS)
 
 
 def test_other_models_keep_their_cache():

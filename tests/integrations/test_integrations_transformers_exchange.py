@@ -22,6 +22,9 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(**TEXT, num_key_value_heads=2),
     "gemma2": transformers.Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8, sliding_window=64),
     "gpt2": transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2),
+    "lfm2": transformers.Lfm2Config(
+        **TEXT, num_key_value_heads=2, layer_types=["full_attention", "conv", "full_attention"]
+    ),
     "bert": transformers.BertConfig(**TEXT),
     "vit": transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_channels=1),
 }
@@ -64,6 +67,14 @@ def test_any_cut_of_a_sequence_gives_its_logits(name, exchange, mask):
             parts.append(model(PROMPTS[:, start : start + size], attention_mask=seen, past_key_values=cache).logits)
             start += size
         assert_close(torch.cat(parts, 1)[kept], whole[kept])
+
+
+def test_kept_layers_are_counted_without_recurrent_ones():
+    model = exchanged("lfm2", Exchange(keep_layers=(1,)))
+    cache = FlowCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in PROMPTS.split(1, 1)]
+    assert_close(torch.cat(parts, 1), model(PROMPTS, use_cache=False).logits)
+    assert [isinstance(layer, FlowCacheLayer) for layer in cache.layers] == [True, False, False]
 
 
 @EVERY_EXCHANGE

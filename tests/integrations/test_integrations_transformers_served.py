@@ -160,6 +160,7 @@ def test_the_choice_is_saved_with_the_model(config, tmp_path):
         transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
         BERT,
         transformers.RobertaConfig(**TEXT),
+        transformers.EsmConfig(**TEXT, mask_token_id=3, position_embedding_type="rotary"),
     ],
     ids=lambda config: config.model_type,
 )

@@ -14,9 +14,10 @@ import torch
 import transformers
 from helpers import ROOT
 from language import LLAMA, WORDS, documents
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flowformer import FlowVariant
+from flowformer.integrations.transformers import FlowCache
 from flowformer.integrations.transformers.heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
@@ -26,6 +27,9 @@ from flowformer.train.loop import Interrupted
 
 BERT = transformers.BertConfig(
     vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+)
+VIT = transformers.ViTConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
 )
 SHORT = {"length": 24, "batch_size": 4, "transfer_tokens": 3000, "lora_tokens": 3000, "lora_rank": 4}
 SHORT |= {"transfer_lr": 1e-2, "lora_lr": 3e-3}
@@ -184,6 +188,16 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
         linearize(copy.deepcopy(teacher)).transfer(
             documents(100), replace(config, transfer_lr=0.5), folder=tmp_path / "cut", resume=True
         )
+    with pytest.raises(ValueError, match="another text"):
+        linearize(copy.deepcopy(teacher)).transfer(documents(100, seed=1), config, folder=tmp_path / "cut", resume=True)
+    torch.nn.init.zeros_(teacher.model.layers[1].mlp.down_proj.weight)
+    with pytest.raises(ValueError, match="another model"):
+        run(tmp_path / "cut", resume=True)
+    checkpoint = tmp_path / "cut" / "transfer.pt"
+    for size in (checkpoint.stat().st_size // 2, 99, 0):
+        checkpoint.write_bytes(checkpoint.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"transfer.pt is damaged: .*\. Delete it"):
+            run(tmp_path / "cut", resume=True)
 
 
 @pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
@@ -234,6 +248,25 @@ def test_encoders_learn_their_hidden_states():
     assert -1 <= report.stages[-1].scores["rank correlation"] <= 1
 
 
+def test_a_classifier_of_documents_is_compared_by_its_scores():
+    """Its rows have no tokens to take the mean of."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(BERT)
+    config.num_labels = 5
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    student, texts = linearize(model), documents(6, seed=5)
+    options = SHORT | {"batch_size": 3, "transfer_tokens": 0, "lora_tokens": 0}
+    (report, *_) = student.transfer(documents(9), LinearizeConfig(**options), evaluate=texts).stages
+
+    def scores(attention):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            return torch.cat([model(text[None, : SHORT["length"]]).logits for text in texts])
+
+    expected = torch.cosine_similarity(scores("flow_attention"), scores("sdpa")).mean()
+    assert report.scores["cosine"] == pytest.approx(expected.item(), abs=1e-5)
+
+
 def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
     student = linearize(copy.deepcopy(trained).model)
     options = SHORT | {"transfer_tokens": 500, "lora_tokens": 500}
@@ -265,11 +298,8 @@ def test_attention_without_parameters_skips_its_transfer(teacher):
 
 
 def test_images_are_batches_of_inputs():
-    config = transformers.ViTConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
     torch.manual_seed(0)
-    student = linearize(AutoModel.from_config(config))
+    student = linearize(AutoModel.from_config(copy.deepcopy(VIT)))
     batches = [{"pixel_values": torch.randn(4, 3, 8, 8)} for _ in range(3)]
     options = SHORT | {"transfer_tokens": 200, "lora_tokens": 200}
     exchanged, transferred, lora = student.transfer(batches, LinearizeConfig(**options)).stages
@@ -296,8 +326,20 @@ def test_images_are_batches_of_inputs():
             num_key_value_heads=2,
             head_dim=8,
         ),
+        transformers.DeepseekV3Config(
+            **{k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")},
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=6,
+            v_head_dim=5,
+        ),
     ],
-    ids=["gpt2", "qwen3", "gemma2"],
+    ids=["gpt2", "qwen3", "gemma2", "deepseek_v3"],
 )
 def test_other_architectures(config):
     torch.manual_seed(0)
@@ -395,6 +437,22 @@ def test_the_cache_of_a_student_does_not_grow(teacher):
     assert all(row["tokens_per_second"] > 0 for row in softmax + flow)
 
 
+def test_the_bytes_of_a_cache_include_recurrent_states():
+    sizes = {k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+    for config, recurrent in (
+        (transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]), 2 * 32 * 3),
+        (transformers.FalconH1Config(**sizes, num_hidden_layers=1, **mamba), 2 * (48 * 4 + 4 * 8 * 8)),
+    ):
+        student = linearize(AutoModelForCausalLM.from_config(config).eval())
+        (flow,) = {row["cache_bytes"] for row in generation_speed(student.model, [4, 9], batch_size=2, tokens=2)}
+        cache = FlowCache(student.config)
+        with torch.no_grad():
+            student(torch.ones(2, 3, dtype=torch.long), past_key_values=cache)
+        assert flow == 4 * recurrent + sum(x.nbytes for x in cache.layers[-1].state.pack())
+
+
 def test_bad_input_is_refused(teacher, tmp_path):
     with pytest.raises(TypeError, match=r"model of transformers, got Linear"):
         linearize(torch.nn.Linear(2, 2))
@@ -421,6 +479,8 @@ def test_bad_input_is_refused(teacher, tmp_path):
         student.transfer([torch.full((2000,), 99)])
     with pytest.raises(TypeError, match="1-d tensor of integers"):
         student.transfer([torch.randn(3)])
+    with pytest.raises(TypeError, match=r"ViTModel reads no text\. Pass batches"):
+        linearize(transformers.ViTModel(copy.deepcopy(VIT))).transfer(documents(3))
     with pytest.raises(ValueError, match="without a folder"):
         student.transfer(documents(100), LinearizeConfig(**SHORT), resume=True)
     (tmp_path / "config.json").write_text("of something else")

@@ -81,6 +81,10 @@ class DecisionPolicy:
                 raise ValueError(
                     f"{name} must have shape {(model.config.state_dim,)}, got {getattr(self, name).shape}."
                 )
+        _check_scale("return_scale", return_scale)
+        _check_scale("state_std", self.state_std)
+        _check_finite("target_return", target_return)
+        _check_finite("state_mean", self.state_mean)
 
     def reset(self, envs: VectorEnv | Env) -> None:
         """Start new episodes in this environment or vector, which may be another one than before."""
@@ -109,6 +113,7 @@ class DecisionPolicy:
         observations = np.asarray(observations) if self._is_vector else np.asarray(observations)[None]
         if observations.shape[-1:] != self.state_mean.shape:  # numpy would repeat a single number
             raise ValueError(f"an observation must have shape {self.state_mean.shape}, got {observations.shape[1:]}.")
+        _check_finite("observations", observations)
         state = torch.as_tensor((observations - self.state_mean) / self.state_std).to(weight)
         return_to_go = torch.as_tensor(self._return_to_go / self.return_scale).to(weight)
         action, rollout = self.model.act(return_to_go, state, rollout)
@@ -116,6 +121,8 @@ class DecisionPolicy:
             actions = action.cpu().numpy() + self._action_space.start
         else:
             action = action.clamp(*self._bounds)
+            if np.issubdtype(self._action_space.dtype, np.integer):
+                action = action.round()  # the cast below would cut off
             actions = action.float().cpu().numpy()
         self._rollout = replace(rollout, action=action)
         actions = actions.astype(self._action_space.dtype)
@@ -132,6 +139,7 @@ class DecisionPolicy:
         is a reset instead. It returns the first observation of the next episode, without a reward.
         """
         rollout = self._playing()
+        _check_finite("rewards", rewards)
         ended = np.atleast_1d(np.logical_or(terminations, truncations))
         played = ~self._resetting
         # at the end, since timesteps may go no further, and again after the call that was a reset
@@ -242,6 +250,7 @@ def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_sc
             of which the steps after the last end of an episode are left out.
         return_scale: what returns are divided by; they are not discounted. `DecisionPolicy` takes the same.
     """
+    _check_scale("return_scale", return_scale)
     recorded = _recorded(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
@@ -302,6 +311,16 @@ def _check_recorded(name: str, value: Any, discrete: bool = False) -> None:
             f"{name} must be arrays of shape {accepted}, got {type(value).__name__} of shape "
             f"{getattr(value, 'shape', None)}. Flatten them, as gymnasium.spaces.flatten does."
         )
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not np.isfinite(value).all():
+        raise ValueError(f"{name} must be finite, got {value}.")
+
+
+def _check_scale(name: str, value: Any) -> None:
+    if not (np.isfinite(value).all() and np.greater(value, 0).all()):
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
 def _count(envs: VectorEnv | Env) -> int:

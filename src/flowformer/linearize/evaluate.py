@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..integrations.transformers.cache import FlowCacheLayer
 from .config import LinearizeConfig
@@ -129,7 +130,8 @@ def _compare_embeddings(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str,
     for rows in sentences.lengths.argsort().split(size):
         batch = sentences.padded(rows)
         for found, run in zip(embeddings, (pair.taught, pair.learned), strict=True):
-            found.append(mean_of_tokens(run(batch).float(), batch["attention_mask"]))
+            result = run(batch).float()  # that of a head may have no tokens: a row for each sentence
+            found.append(result if result.dim() == 2 else mean_of_tokens(result, batch["attention_mask"]))
     taught, learned = (torch.cat(found) for found in embeddings)
     return {
         "cosine": F.cosine_similarity(taught, learned).mean().item(),
@@ -214,11 +216,12 @@ def cache_bytes(cache: Any) -> int:
     """What the tensors of a cache hold."""
     tensors = []
     for layer in cache.layers:
+        tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
         if isinstance(layer, FlowCacheLayer):
             tensors += [*(() if layer.state is None else layer.state.pack()), *layer.recent]
-        else:
-            tensors += [x for x in (layer.keys, layer.values) if x is not None]
-    return sum(x.untyped_storage().nbytes() for x in tensors)
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            tensors += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
 def _wait(device: torch.device) -> None:

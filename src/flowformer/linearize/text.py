@@ -8,7 +8,8 @@ Shapes: B rows, N tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,14 @@ def special_token(tokenizer: Any, config: Any, name: str) -> int | None:
     return next((token for token in found if isinstance(token, int)), None)
 
 
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Of their bytes."""
+    result = 0
+    for tensor in tensors:
+        result = zlib.crc32(tensor.cpu().flatten().view(torch.uint8).numpy().data, result)
+    return result
+
+
 class PackedRows:
     """Rows of `length` tokens of documents one after another, with the positions of each token in its document.
 
@@ -81,6 +90,9 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.tokens, self.positions)
 
     def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
         """The rows of update `step` that are those of this rank."""
@@ -116,6 +128,9 @@ class Sentences:
     def __len__(self) -> int:
         return len(self.documents)
 
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.documents
+
     def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
         """The documents of update `step` that are those of this rank."""
         return self.padded(self.rows(step, size)[rank::ranks])
@@ -144,6 +159,10 @@ class GivenBatches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for inputs in self.batches:
+            yield from inputs.values()
 
     def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
         inputs = self.batches[step % len(self)]

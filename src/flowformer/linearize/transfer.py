@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ from ..train.optim import Optimiser, build_optimiser
 from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
 from .evaluate import HeldOut, compare
-from .text import Batches, GivenBatches, PackedRows, Sentences, special_token, tokenize
+from .text import Batches, GivenBatches, PackedRows, Sentences, checksum, special_token, tokenize
 
 if TYPE_CHECKING:
     from .student import Student
@@ -109,6 +110,10 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     texts = list(texts)
     if texts and all(isinstance(text, Mapping) for text in texts):
         return GivenBatches(texts)
+    if not student.takes("input_ids"):
+        raise TypeError(
+            f"{type(student.model).__name__} reads no text. Pass batches of its inputs, such as {{'pixel_values': …}}."
+        )
     documents = tokenize(texts, student.tokenizer)
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
@@ -309,16 +314,22 @@ class _Run:
                 raise ValueError("there is nothing to resume without a folder. Pass the folder of the transfer.")
             return None
         path, saved = self.folder / CHECKPOINT, None
+        # of the beginning of each weight: reading all of a large model takes long
+        weights = (parameter.detach().flatten()[:64] for parameter in self.student.model.parameters())
+        self.checksums = {"model": checksum(weights), "text": checksum(self.batches.tensors())}
         if (self.folder / LOG).exists() and not resume:
             raise FileExistsError(f"{self.folder} holds another transfer. Resume it, or choose another folder.")
         if not (self.folder / LOG).exists() and self.folder.is_dir() and any(self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} has files that are no transfer's. Choose another folder.")
         if path.exists():
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = _read(path)
             mine = self.config.to_dict() | {"minutes": None}
             if saved["config"] | {"minutes": None} != mine:
                 differ = [name for name in mine if name != "minutes" and saved["config"].get(name) != mine[name]]
                 raise ValueError(f"{path} was written with another {', '.join(differ)}. Resume with the same config.")
+            for name, written in saved.get("checksums", {}).items():
+                if written != self.checksums[name]:
+                    raise ValueError(f"{path} was written with another {name}. Resume with the same.")
             self.progress = Progress(**saved["progress"])
         self.accelerator.wait_for_everyone()  # nobody writes before all have looked
         if self.accelerator.is_main_process:
@@ -464,6 +475,7 @@ class _Run:
             return
         content = {
             "config": self.config.to_dict(),
+            "checksums": self.checksums,
             "progress": asdict(self.progress),
             "learned": {name: parameter.detach().cpu() for name, parameter in learned.items()},
             "optimizer": None if optimizer is None else optimizer.state_dict(),
@@ -477,6 +489,15 @@ class _Run:
             for name, parameter in self.student.model.named_parameters():
                 if name in saved["learned"]:
                     parameter.copy_(saved["learned"][name])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A checkpoint; torch says of a damaged one neither that it is nor which."""
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it; a resumed transfer then begins anew.") from error
+    return saved
 
 
 def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Parameter]:

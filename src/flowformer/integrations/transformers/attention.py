@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varlen
@@ -259,10 +258,10 @@ def _past(module: nn.Module) -> FlowCacheLayer | None:
         return None
     index, cache._flow_layer = getattr(cache, "_flow_layer", None), None
     layer = None if index is None else cache.layers[index]
-    if layer is None or isinstance(layer, LinearAttentionCacheLayerMixin):
+    if layer is None:
         raise NotImplementedError(
-            f"{type(module).__name__} cannot decode with {NAME}: it attends twice, with the keys of another layer, or "
-            "beside a recurrent state, but a cache holds one FlowState a layer. Pass use_cache=False."
+            f"{type(module).__name__} cannot decode with {NAME}: it attends twice, or with the keys of another layer, "
+            "but a cache holds one FlowState a layer. Pass use_cache=False."
         )
     if not isinstance(layer, FlowCacheLayer):
         raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -32,7 +35,7 @@ class FlowCacheLayer(CacheLayerMixin):
     repeat nor count its rows. States are never changed in place, so that a copy of this object is a snapshot.
     """
 
-    _layer_type = NAME
+    _layer_type: str | None = NAME
     supports_early_init = False
 
     def __init__(self, **sizes) -> None:
@@ -113,6 +116,26 @@ class FlowCacheLayer(CacheLayerMixin):
         return key_states, value_states
 
 
+class HybridFlowCacheLayer(FlowCacheLayer, LinearAttentionLayer):  # type: ignore[misc]
+    """The state of Flow-Attention beside those of a recurrence in the same layer, as Falcon-H1 and Zaya have it."""
+
+    _layer_type = None  # transformers would register this class in the place of its base
+    lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
+
+    def __init__(self, number_of_states: int) -> None:
+        FlowCacheLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def reset(self) -> None:
+        FlowCacheLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change(change)
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({index: change(x) for index, x in states.items() if x is not None})
+
+
 class FlowCache(DynamicCache):
     """The past of a model with attn_implementation="flow_attention", of the same size whatever its length.
 
@@ -164,8 +187,24 @@ def _kept(layer: Any) -> Any:
 
 
 def with_states(layers: list[Any], kept: Collection[int]) -> list[Any]:
-    """The layers of a cache, those of keys and values replaced by states, or by growing ones where softmax is kept."""
-    return [
-        layer if type(layer) not in KEYS_AND_VALUES else DynamicLayer() if index in kept else FlowCacheLayer()
-        for index, layer in enumerate(layers)
-    ]
+    """The layers of a cache, those of keys and values replaced by states, or by growing ones where softmax is kept.
+
+    Args:
+        kept: numbers of attention layers; recurrent layers between them are not counted.
+    """
+    number = itertools.count()
+    return [_with_state(layer, next(number) in kept) if _attends(layer) else layer for layer in layers]
+
+
+def _attends(layer: Any) -> bool:
+    return type(layer) in KEYS_AND_VALUES or _is_hybrid(layer)
+
+
+def _is_hybrid(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, CacheLayerMixin)
+
+
+def _with_state(layer: Any, keeps_softmax: bool) -> Any:
+    if not _is_hybrid(layer):
+        return DynamicLayer() if keeps_softmax else FlowCacheLayer()
+    return (LinearAttentionAndFullAttentionLayer if keeps_softmax else HybridFlowCacheLayer)(layer.number_of_states)

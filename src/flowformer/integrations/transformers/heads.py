@@ -160,5 +160,6 @@ def sizes_of(layer: nn.Module, config: Any) -> tuple[int, int, int]:
         )
     groups = getattr(layer, "num_key_value_groups", None)
     key_heads = heads // groups if isinstance(groups, int) and groups > 0 else first("num_key_value_heads") or heads
-    head_dim = first("head_dim", "attention_head_size") or config.hidden_size // heads
+    # a latent attention's head_dim, if it has one, is that of its rotary features alone
+    head_dim = first("qk_head_dim", "head_dim", "attention_head_size") or config.hidden_size // heads
     return heads, key_heads, head_dim

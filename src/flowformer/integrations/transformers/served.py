@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import ContinuousMixin
 
 from ...nn import token_positions
-from .cache import NAME, with_states
+from .cache import NAME, FlowCacheLayer, with_states
 from .context import check_labels, check_padding, group_of
 from .heads import KEPT, Exchange, FlowHeads, sizes_of
 
@@ -164,9 +164,10 @@ def prepare(model: PreTrainedModel) -> None:
     if not hasattr(model, "_flow_arguments"):
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     model._flow_arguments = [] if counts else names  # type: ignore[assignment]
-    # RoBERTa and its like count from the position after that of padding
+    # RoBERTa and its like count from the position after that of padding, but rotary ones of ESM from 0
     like_roberta = (part for part in model.modules() if hasattr(part, "create_position_ids_from_inputs_embeds"))
-    model._flow_padding = next((part.padding_idx for part in like_roberta), None)  # type: ignore[assignment]
+    tables = (part for part in like_roberta if getattr(part, "position_embedding_type", "") != "rotary")
+    model._flow_padding = next((part.padding_idx for part in tables), None)  # type: ignore[assignment]
 
 
 _thread = threading.local()  # threads may share a model, but not a cache
@@ -178,8 +179,9 @@ def current_cache() -> Cache | None:
 
 
 def _before_attention(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Tell the attention function of the cache, which is passed to its layer only."""
-    _thread.cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+    """Tell the attention function of the cache, which is passed to its layer only; hooks outlast Flow-Attention."""
+    caches = (x for x in (*args, *kwargs.values()) if isinstance(x, Cache))
+    _thread.cache = next(caches, None) if is_flow(getattr(layer, "config", None)) else None
 
 
 def _after_attention(layer: Any, args: tuple, output: Any) -> None:
@@ -333,6 +335,8 @@ def set_attn_implementation(original: Callable, model: PreTrainedModel, choice: 
         if is_flow(part.config):
             attach_heads(part, device=part.device)
             prepare(part)
+        else:
+            vars(part).pop("_is_stateful", None)  # which `prepare` had set
 
 
 @extends(PreTrainedConfig, "_remove_keys_not_serialized")
@@ -370,6 +374,13 @@ def keep_states(original: Callable, cache: Any, *args, **kwargs) -> None:
 @extends(Cache, "update")
 def note_layer(original: Callable, cache: Any, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> Any:
     """Tell the attention function which layer of the cache its tokens belong to; a module may run for several."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if isinstance(layer, FlowCacheLayer) and current_cache() is not cache:
+        raise TypeError(
+            f"got a {type(cache).__name__} of Flow-Attention for another attention: its states hold no keys and "
+            "values. Pass DynamicCache(config=model.config), or no cache: generate and the model make one. If the "
+            f"config was changed after the model was built, call model.set_attn_implementation({NAME!r}) instead."
+        )
     cache._flow_layer = layer_idx
     return original(cache, key, value, layer_idx, *args, **kwargs)
 
