@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
 import multiprocessing
 import os
 import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,6 +127,25 @@ class TestCorners:
         inputs = size * query, -size * key, value
         for x in with_gradients(lambda *args: native(*args, is_causal=is_causal, variant=variant), inputs):
             assert x.isfinite().all()
+
+    def test_windows_that_overlap(self, is_causal):
+        """The axes of tokens and features have equal strides: torch.empty_like puts the shorter one last."""
+        series = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+
+        def attend(*series, backend):
+            windows = (x.as_strided((1, 2, 5, 12), (40, 20, 1, 1)) for x in series)
+            return flow_attention(*windows, is_causal=is_causal, backend=backend)
+
+        ours, truth = (with_gradients(partial(attend, backend=name), series) for name in ("native", "reference"))
+        for x, y in zip(ours, truth, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+    def test_negated_view(self, is_causal):
+        """Its memory has the opposite sign."""
+        inputs = [x.mul(1j).conj().imag for x in random_inputs(dim=1, value_dim=1)]
+        assert inputs[0].is_neg()
+        truth = native(*(x.resolve_neg() for x in inputs), is_causal=is_causal)
+        assert torch.equal(native(*inputs, is_causal=is_causal), truth)
 
 
 @pytest.mark.parametrize(("sinks", "sources"), [(5, 0), (0, 5)])
@@ -306,6 +327,14 @@ class TestBuild:
         assert build.failure() is None
         assert (tmp_path / "log").read_text() == "-some-flag\n"
 
+    def test_native_code_of_another_cpu_is_not_asked_for(self, rebuild, monkeypatch, tmp_path):
+        """The library may be loaded on another machine with the same vectors; the last -march counts."""
+        rebuild(f'echo "$@" > {tmp_path}/log')
+        monkeypatch.setenv("CXX", f"{os.environ['CXX']} -march=native")
+        assert build.failure() is None
+        flags = (tmp_path / "log").read_text().split()
+        assert [flag for flag in flags if flag.startswith("-march=")][-1] == "-march=x86-64"
+
     def test_width_is_another_library(self, monkeypatch):
         digests = set()
         for capability in build.WIDTHS:
@@ -318,6 +347,10 @@ class TestBuild:
         assert self.refusal().endswith("could not compile the native code (vector.h: error: no such thing)")
         assert not list(tmp_path.rglob("*.so"))
 
+    def test_compiler_that_fails_in_another_encoding(self, rebuild):
+        rebuild("printf 'error: \\377\\n' >&2; exit 1")
+        assert self.refusal().endswith("could not compile the native code (error: \N{REPLACEMENT CHARACTER})")
+
     def test_linker_that_fails(self, rebuild):
         rebuild("echo ld: No space left on device >&2; echo collect2: error: ld returned 1 exit status >&2; exit 1")
         assert self.refusal().endswith("could not compile the native code (ld: No space left on device)")
@@ -328,11 +361,35 @@ class TestBuild:
         rebuild("")
         assert "the native code could not be built or loaded" in self.refusal()
 
+    def test_library_without_the_functions(self, rebuild, monkeypatch):
+        monkeypatch.setenv("LIBRARY", _ctypes.__file__)
+        rebuild("")
+        assert "undefined symbol: bidirectional_forward" in self.refusal()
+
+    @pytest.mark.parametrize("size", [0, 1000, -1])
+    def test_truncated_library_is_built_again(self, rebuild, size):
+        """To load it would kill the process."""
+        rebuild("")
+        whole = build._built().read_bytes()
+        build._built().write_bytes(whole[:size])
+        assert build._built().read_bytes() == whole
+
+    def test_no_home(self, rebuild, monkeypatch):
+        for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # of no user
+        assert "there is no home folder to keep the native code in" in self.refusal()
+
     def test_folder_that_cannot_be_written(self, rebuild, monkeypatch, tmp_path):
         rebuild("")
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-        assert "the native code could not be built or loaded" in self.refusal()
+        assert "TORCH_EXTENSIONS_DIR names another folder" in self.refusal()
+
+    def test_folder_with_spaces_and_letters_of_any_alphabet(self, rebuild, monkeypatch, tmp_path):
+        rebuild("")
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "a folder, Ωδή"))
+        assert build.failure() is None
 
     def test_cpu_without_avx2(self, rebuild, monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
