@@ -322,7 +322,16 @@ def _sequences(query: Tensor, cu_seqlens: Bounds) -> int:
 
 
 def _empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (query, key, value))
+    return tuple(_empty_rows(x) for x in (query, key, value))
+
+
+def _empty_rows(x: Tensor) -> Tensor:
+    """Uninitialised, in the memory order of x; but its features are contiguous even if those of x are not dense.
+
+    torch.empty_like puts the shorter of two axes with equal strides last, which sliding windows have.
+    """
+    empty = torch.empty_like(x)
+    return empty if empty.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _empty_causal_gradients(
