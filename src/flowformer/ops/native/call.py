@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
-from ..common import Mask
+from ..common import Mask, sum_dtype
 from ..variant import Competition
 from .build import library
 
@@ -70,8 +70,13 @@ def run(
     numbers += [0 if x is None else x.data_ptr() for x in (*bounds, *masks, kept, *states)]
     numbers += FEATURE_MAPS.index(feature_map), COMPETITIONS.index(competition), ALLOCATIONS.index(allocation), rescale
     arguments = _CALL.pack(*numbers, scale, float("inf") if clamp is None else clamp, eps, flow_eps)
-    if getattr(library(), function)(arguments):
+    if getattr(library(is_narrow(query, value)), function)(arguments):
         raise MemoryError("Flow-Attention could not allocate its buffers.")
+
+
+def is_narrow(query: Tensor, value: Tensor) -> bool:
+    """Whether a row of a head fits into 32 bytes: in vectors of 64 bytes half of the work would be wasted."""
+    return max(query.shape[-1], value.shape[-1]) * sum_dtype(query).itemsize <= 32
 
 
 def padded(size: int, dtype: torch.dtype) -> int:

@@ -26,7 +26,7 @@ from ..common import (
 from ..state import empty_state
 from ..variant import FlowVariant
 from .build import failure
-from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, padded, run, with_rows
+from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, is_narrow, padded, run, with_rows
 
 if TYPE_CHECKING:
     from ..varlen import Bounds, Lengths
@@ -56,7 +56,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         reasons.append('the native code has no competitors="heads", no renormalize=True and no feature_map="relu+eps"')
     if variant.allocation not in ALLOCATIONS:
         reasons.append(f'allocation="{variant.allocation}" (the native code takes "sigmoid" and "none")')
-    if not reasons and (reason := failure()) is not None:
+    if not reasons and (reason := failure(is_narrow(query, value))) is not None:
         reasons.append(reason)
     return reasons
 
