@@ -56,7 +56,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         reasons.append('the native code has no competitors="heads", no renormalize=True and no feature_map="relu+eps"')
     if variant.allocation not in ALLOCATIONS:
         reasons.append(f'allocation="{variant.allocation}" (the native code takes "sigmoid" and "none")')
-    if not reasons and (reason := failure(is_narrow(query, value))) is not None:
+    if not reasons and (reason := failure(is_narrow(query.dtype, *dims))) is not None:
         reasons.append(reason)
     return reasons
 
