@@ -39,7 +39,7 @@ def failure(narrow: bool = False) -> str | None:
     Args:
         narrow: ask for vectors of 32 bytes where the CPU has wider ones, too.
     """
-    return _load(_width(narrow))[1]
+    return _load(narrow)[1]
 
 
 # Dynamo calls it while tracing, as it would a function marked by torch.compiler.assume_constant_result, which cannot be
@@ -49,15 +49,16 @@ failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def library(narrow: bool) -> ctypes.CDLL:
     """The functions of `library.cpp`."""
-    loaded, reason = _load(_width(narrow))
+    loaded, reason = _load(narrow)
     if loaded is None:
         raise RuntimeError(f"the native library is not there: {reason}.")
     return loaded
 
 
 @functools.cache
-def _load(width: str) -> tuple[ctypes.CDLL | None, str | None]:
+def _load(narrow: bool) -> tuple[ctypes.CDLL | None, str | None]:
     """The library, or why there is none."""
+    width = _width(narrow)
     if sys.platform != "linux":
         return None, f"the native code is built on Linux only, not on {sys.platform}"
     if width not in WIDTHS:

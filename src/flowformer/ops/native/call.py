@@ -87,6 +87,6 @@ def padded(size: int, dtype: torch.dtype) -> int:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """x, or a copy whose features are contiguous; the sign of a lazily negated view is not in its memory."""
-    x = x.resolve_neg()  # Dynamo does not trace is_neg
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x, or a copy whose features are contiguous."""
+    # a lazily negated view, whose memory has the opposite sign, is the imaginary part of every other number
+    return x if x.stride(-1) == 1 else x.resolve_neg().contiguous()
