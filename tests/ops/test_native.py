@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
 import multiprocessing
 import os
 import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from flowformer import (
     flow_attention_varlen,
 )
 from flowformer.bench.errors import FORWARD, GRADIENT, measure
-from flowformer.ops.native import build
+from flowformer.ops.native import build, call
 
 KINDS = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=lambda x: str(x)[6:])
@@ -125,6 +127,25 @@ class TestCorners:
         inputs = size * query, -size * key, value
         for x in with_gradients(lambda *args: native(*args, is_causal=is_causal, variant=variant), inputs):
             assert x.isfinite().all()
+
+    def test_windows_that_overlap(self, is_causal):
+        """The axes of tokens and features have equal strides: torch.empty_like puts the shorter one last."""
+        series = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+
+        def attend(*series, backend):
+            windows = (x.as_strided((1, 2, 5, 12), (40, 20, 1, 1)) for x in series)
+            return flow_attention(*windows, is_causal=is_causal, backend=backend)
+
+        ours, truth = (with_gradients(partial(attend, backend=name), series) for name in ("native", "reference"))
+        for x, y in zip(ours, truth, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+    def test_negated_view(self, is_causal):
+        """Its memory has the opposite sign."""
+        inputs = [x.mul(1j).conj().imag for x in random_inputs(dim=1, value_dim=1)]
+        assert inputs[0].is_neg()
+        truth = native(*(x.resolve_neg() for x in inputs), is_causal=is_causal)
+        assert torch.equal(native(*inputs, is_causal=is_causal), truth)
 
 
 @pytest.mark.parametrize(("sinks", "sources"), [(5, 0), (0, 5)])
@@ -261,6 +282,18 @@ def test_narrow_vectors(narrow, length, dim, value_dim, dtype, is_causal):
     assert_obeys(random_inputs(1, 2, length, dim=dim, value_dim=value_dim), dtype, is_causal=is_causal)
 
 
+@DTYPES
+@KINDS
+def test_narrow_heads_take_narrow_vectors(is_causal, dtype, monkeypatch):
+    """Rows of 32 bytes, in the dtype of sums, on whatever CPU: its wider vectors would be half empty."""
+    used, capability = [], build._width(narrow=False)
+    monkeypatch.setattr(call, "library", lambda narrow: used.append(build._width(narrow)) or build.library(narrow))
+    narrow = 4 if dtype == torch.float64 else 8
+    for dim, value_dim in ((narrow, narrow), (narrow + 1, narrow), (1, narrow + 1)):
+        native(*random_inputs(dim=dim, value_dim=value_dim, dtype=dtype), is_causal=is_causal)
+    assert used == ["AVX2", capability, capability]
+
+
 @KINDS
 def test_differentiable_once(is_causal):
     leaves = [x.requires_grad_() for x in random_inputs()]
@@ -272,7 +305,7 @@ def test_differentiable_once(is_causal):
 @pytest.fixture
 def rebuild(monkeypatch, tmp_path):
     """Forgets the library; builds go to an empty folder, by a compiler given as a shell script that knows $LIBRARY."""
-    library = build._built()
+    library = build._built("AVX2")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LIBRARY", str(library))
     build._load.cache_clear()
@@ -303,20 +336,28 @@ class TestBuild:
     def test_compiler_with_arguments(self, rebuild, monkeypatch, tmp_path):
         rebuild(f'echo "$1" > {tmp_path}/log')
         monkeypatch.setenv("CXX", f"{os.environ['CXX']} -some-flag")
-        assert build.failure() is None
+        assert build.failure(narrow=True) is None
         assert (tmp_path / "log").read_text() == "-some-flag\n"
 
-    def test_width_is_another_library(self, monkeypatch):
-        digests = set()
-        for capability in build.WIDTHS:
-            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda found=capability: found)
-            digests.add(build._digest())
-        assert len(digests) == len(build.WIDTHS)
+    def test_native_code_of_another_cpu_is_not_asked_for(self, rebuild, monkeypatch, tmp_path):
+        """The library may be loaded on another machine with the same vectors; the last -march counts."""
+        rebuild(f'echo "$@" > {tmp_path}/log')
+        monkeypatch.setenv("CXX", f"{os.environ['CXX']} -march=native")
+        assert build.failure(narrow=True) is None
+        flags = (tmp_path / "log").read_text().split()
+        assert [flag for flag in flags if flag.startswith("-march=")][-1] == "-march=x86-64"
+
+    def test_width_is_another_library(self):
+        assert len({build._digest(flags) for flags in build.WIDTHS.values()}) == len(build.WIDTHS)
 
     def test_compiler_that_fails(self, rebuild, tmp_path):
         rebuild("echo some note >&2; echo vector.h: error: no such thing >&2; exit 1")
         assert self.refusal().endswith("could not compile the native code (vector.h: error: no such thing)")
         assert not list(tmp_path.rglob("*.so"))
+
+    def test_compiler_that_fails_in_another_encoding(self, rebuild):
+        rebuild("printf 'error: \\377\\n' >&2; exit 1")
+        assert self.refusal().endswith("could not compile the native code (error: \N{REPLACEMENT CHARACTER})")
 
     def test_linker_that_fails(self, rebuild):
         rebuild("echo ld: No space left on device >&2; echo collect2: error: ld returned 1 exit status >&2; exit 1")
@@ -328,11 +369,35 @@ class TestBuild:
         rebuild("")
         assert "the native code could not be built or loaded" in self.refusal()
 
+    def test_library_without_the_functions(self, rebuild, monkeypatch):
+        monkeypatch.setenv("LIBRARY", _ctypes.__file__)
+        rebuild("")
+        assert "undefined symbol: bidirectional_forward" in self.refusal()
+
+    @pytest.mark.parametrize("size", [0, 1000, -1])
+    def test_truncated_library_is_built_again(self, rebuild, size):
+        """To load it would kill the process."""
+        rebuild("")
+        whole = build._built("AVX2").read_bytes()
+        build._built("AVX2").write_bytes(whole[:size])
+        assert build._built("AVX2").read_bytes() == whole
+
+    def test_no_home(self, rebuild, monkeypatch):
+        for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # of no user
+        assert "there is no home folder to keep the native code in" in self.refusal()
+
     def test_folder_that_cannot_be_written(self, rebuild, monkeypatch, tmp_path):
         rebuild("")
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-        assert "the native code could not be built or loaded" in self.refusal()
+        assert "TORCH_EXTENSIONS_DIR names another folder" in self.refusal()
+
+    def test_folder_with_spaces_and_letters_of_any_alphabet(self, rebuild, monkeypatch, tmp_path):
+        rebuild("")
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "a folder, Ωδή"))
+        assert build.failure(narrow=True) is None
 
     def test_cpu_without_avx2(self, rebuild, monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
@@ -344,16 +409,16 @@ class TestBuild:
 
     def test_says_that_it_builds_and_builds_once(self, rebuild, caplog):
         rebuild("")
-        assert build.failure() is None
+        assert build.failure(narrow=True) is None
         assert "compiles its CPU code, once" in caplog.text
         caplog.clear()
         build._load.cache_clear()
-        assert build.failure() is None
+        assert build.failure(narrow=True) is None
         assert not caplog.text
 
     def test_two_processes_build_once(self, rebuild, tmp_path):
         rebuild(f"echo built >> {tmp_path}/log; sleep 0.3")
-        children = [FORKS.Process(target=build._built) for _ in range(3)]
+        children = [FORKS.Process(target=build._built, args=("AVX2",)) for _ in range(3)]
         for child in children:
             child.start()
         for child in children:
@@ -363,20 +428,20 @@ class TestBuild:
 
     def test_a_killed_build_leaves_nothing_in_the_way(self, rebuild, tmp_path):
         rebuild(f"touch {tmp_path}/begun; sleep 2")
-        child = FORKS.Process(target=build._built)
+        child = FORKS.Process(target=build._built, args=("AVX2",))
         child.start()
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         rebuild("")
-        assert build.failure() is None
+        assert build.failure(narrow=True) is None
 
     def test_another_source_is_another_library(self, monkeypatch, tmp_path):
-        before = build._digest()
+        before = build._digest(build.FLAGS)
         shutil.copytree(build.SOURCES, tmp_path / "native")
         monkeypatch.setattr(build, "SOURCES", tmp_path / "native")
-        assert build._digest() == before
+        assert build._digest(build.FLAGS) == before
         with (tmp_path / "native" / "call.h").open("a") as file:
             file.write("// changed\n")
-        assert build._digest() != before
+        assert build._digest(build.FLAGS) != before

@@ -54,6 +54,7 @@ def run(
     """
     query, key, value = inputs
     batch, heads, sinks, dim = query.shape
+    value_dim = value.shape[3]
     numbers = [
         DTYPES.index(query.dtype),
         torch.get_num_threads(),
@@ -63,15 +64,20 @@ def run(
         sinks,
         key.shape[2],
         dim,
-        value.shape[3],
+        value_dim,
     ]
     for x in (*inputs, *outputs):
         numbers += _NO_ROWS if x is None else (x.data_ptr(), *x.stride()[:3])
     numbers += [0 if x is None else x.data_ptr() for x in (*bounds, *masks, kept, *states)]
     numbers += FEATURE_MAPS.index(feature_map), COMPETITIONS.index(competition), ALLOCATIONS.index(allocation), rescale
     arguments = _CALL.pack(*numbers, scale, float("inf") if clamp is None else clamp, eps, flow_eps)
-    if getattr(library(), function)(arguments):
+    if getattr(library(is_narrow(query.dtype, dim, value_dim)), function)(arguments):
         raise MemoryError("Flow-Attention could not allocate its buffers.")
+
+
+def is_narrow(dtype: torch.dtype, dim: int, value_dim: int) -> bool:
+    """Whether rows of sums fit into 32 bytes: in vectors of 64 bytes half of the work would be wasted."""
+    return max(dim, value_dim) <= (4 if dtype == torch.float64 else 8)
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
@@ -82,4 +88,5 @@ def padded(size: int, dtype: torch.dtype) -> int:
 
 def with_rows(x: Tensor) -> Tensor:
     """x, or a copy whose features are contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    # a lazily negated view, whose memory has the opposite sign, is the imaginary part of every other number
+    return x if x.stride(-1) == 1 else x.resolve_neg().contiguous()

@@ -26,7 +26,7 @@ from ..common import (
 from ..state import empty_state
 from ..variant import FlowVariant
 from .build import failure
-from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, padded, run, with_rows
+from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, is_narrow, padded, run, with_rows
 
 if TYPE_CHECKING:
     from ..varlen import Bounds, Lengths
@@ -56,7 +56,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
         reasons.append('the native code has no competitors="heads", no renormalize=True and no feature_map="relu+eps"')
     if variant.allocation not in ALLOCATIONS:
         reasons.append(f'allocation="{variant.allocation}" (the native code takes "sigmoid" and "none")')
-    if not reasons and (reason := failure()) is not None:
+    if not reasons and (reason := failure(is_narrow(query.dtype, *dims))) is not None:
         reasons.append(reason)
     return reasons
 
@@ -322,7 +322,16 @@ def _sequences(query: Tensor, cu_seqlens: Bounds) -> int:
 
 
 def _empty_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (query, key, value))
+    return tuple(_empty_rows(x) for x in (query, key, value))
+
+
+def _empty_rows(x: Tensor) -> Tensor:
+    """Uninitialised, in the memory order of x; but its features are contiguous even if those of x are not dense.
+
+    torch.empty_like puts the shorter of two axes with equal strides last, which sliding windows have.
+    """
+    empty = torch.empty_like(x)
+    return empty if empty.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 def _empty_causal_gradients(
