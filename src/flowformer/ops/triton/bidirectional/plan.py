@@ -105,7 +105,7 @@ class BidirectionalPlan(Plan):
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.
-        options: what `options_of` returns.
+        options: what `flat_options` returns.
     """
 
     is_cut = False  # whether the tokens are one rank's part of a sequence: then no segment is a whole head
