@@ -20,7 +20,7 @@ from ..library import differentiate
 from ..torch.bidirectional import MIN_BLOCKS, _add_outer, _dot, _flow, _weighted_sum
 from ..torch.blocks import HeadBlock, empty_gradients, head_blocks
 from ..torch.features import feature_gradient, features
-from ..torch.gates import bounded, gate
+from ..torch.gates import competing_flow, gate
 from ..variant import FlowVariant
 from .exchange import Exchange
 
@@ -136,18 +136,18 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
         conserved_key_sum, conserved_query_sum = block.sinks(conserved_sums).unbind(1)
         block.write_sinks(conserved_incoming, _flow(part.sinks(block), conserved_key_sum, variant))
         block.write_sinks(conserved_outgoing, _flow(part.sources(block), conserved_query_sum, variant))
-    competing_flow, log_outgoing = _log_sum(bounded(conserved_outgoing, variant), part.key_mask)
+    bounded, log_outgoing = _log_sum(competing_flow(conserved_outgoing, variant), part.key_mask)
     conserved_incoming, log_incoming = _log_sum(conserved_incoming, part.query_mask)
 
     # the softmax over this rank's sources only; merged with the other ranks below
     over_tokens = variant.competition == "softmax" and variant.competitors == "tokens"
     match variant.competition:
         case "softmax" if over_tokens:
-            competition = (competing_flow - log_outgoing[..., None]).exp()
+            competition = (bounded - log_outgoing[..., None]).exp()
         case "softmax":
-            competition = competing_flow.softmax(1) * (m if variant.rescale else 1)
+            competition = bounded.softmax(1) * (m if variant.rescale else 1)
         case kind:
-            competition = gate(competing_flow, kind)
+            competition = gate(bounded, kind)
     competition = _valid(competition, part.key_mask)
     memory = part.new_empty(dim, part.value.shape[3])
     for block in part.blocks():

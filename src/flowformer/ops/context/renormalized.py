@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common import Inputs, Masks, Options, valid_values, without_autocast
 from ..reference import repeat_heads
 from ..torch.features import features
-from ..torch.gates import bounded, gate, powers_for
+from ..torch.gates import competing_flow, gate, split_powers
 from ..variant import FlowVariant
 from .bidirectional import _length_ratio, _valid
 from .causal import _Before, _LogBefore
@@ -41,15 +41,15 @@ def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -
         conserved_key_sum, conserved_query_sum = conserved.unbind(-2)
         conserved_incoming = _flow(q, conserved_key_sum, variant)
         conserved_outgoing = _flow(k, conserved_query_sum, variant)
-        tau, gamma = powers_for(options.powers, axes=1)
-        competing_flow = bounded(conserved_outgoing, variant, tau)
+        tau, gamma = split_powers(options.powers, axes=1)
+        bounded = competing_flow(conserved_outgoing, variant, tau)
         match variant.competition:
             case "softmax" if variant.competitors == "heads":
-                competition = competing_flow.softmax(1) * (m if variant.rescale else 1)
+                competition = bounded.softmax(1) * (m if variant.rescale else 1)
             case "softmax":
-                competition = _softmax(competing_flow, sources, exchange) * (m if variant.rescale else 1)
+                competition = _softmax(bounded, sources, exchange) * (m if variant.rescale else 1)
             case kind:
-                competition = gate(competing_flow, kind)
+                competition = gate(bounded, kind)
         if variant.allocation == "softmax":
             allocation = _softmax(conserved_incoming, sinks, exchange) * (n if variant.rescale else 1)
         else:

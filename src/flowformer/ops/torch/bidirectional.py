@@ -20,7 +20,7 @@ from ..common import Mask, Masks, Options, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
-from .gates import bounded, gate, powers_for
+from .gates import competing_flow, gate, split_powers
 
 MIN_BLOCKS = 4
 
@@ -138,16 +138,16 @@ def _block_forward(
     conserved_incoming = _flow(q, conserved_key_sum, variant)
     conserved_outgoing = _flow(k, conserved_query_sum, variant)
 
-    tau, gamma = powers_for(powers, axes=1)
-    competing_flow = bounded(conserved_outgoing, variant, tau)
+    tau, gamma = split_powers(powers, axes=1)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
-            share = competing_flow.unflatten(0, (len(k) // heads, heads)).softmax(1)
+            share = bounded.unflatten(0, (len(k) // heads, heads)).softmax(1)
             competition = share.flatten(0, 1) * (m if variant.rescale else 1)
         case "softmax":
-            competition = _softmax(competing_flow, key_mask, m if variant.rescale else 1)
+            competition = _softmax(bounded, key_mask, m if variant.rescale else 1)
         case kind:
-            competition = gate(competing_flow, kind)
+            competition = gate(bounded, kind)
     if variant.allocation == "softmax":
         allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
     else:

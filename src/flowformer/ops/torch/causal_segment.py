@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..common import Mask, Options, State, is_exporting
 from ..variant import FlowVariant
-from .gates import bounded, gate, powers_for
+from .gates import competing_flow, gate, split_powers
 
 
 class SegmentInputs(NamedTuple):
@@ -74,14 +74,14 @@ def _flows(inputs: SegmentInputs, state: State, options: Options) -> SegmentFlow
     inside = (upper * inverse_incoming[..., None]).sum(-2)
     conserved_outgoing = flow(k, conserved_query_sum[:, :-1], inside, row_k, row_q * inverse_incoming, sums[:, 3])
 
-    tau, gamma = powers_for(options.powers, axes=2)
-    competing_flow = bounded(conserved_outgoing, variant, tau)
+    tau, gamma = split_powers(options.powers, axes=2)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
     running_outgoing: Tensor | None = None
     running_incoming: Tensor | None = None
     if variant.competition == "softmax":
-        competition, running_outgoing = _running_softmax(competing_flow, valid, log_outgoing, count, position)
+        competition, running_outgoing = _running_softmax(bounded, valid, log_outgoing, count, position)
     else:
-        competition = gate(competing_flow, variant.competition)
+        competition = gate(bounded, variant.competition)
     if variant.allocation == "softmax":
         allocation, running_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count, position)
     else:

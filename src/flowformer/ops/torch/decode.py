@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common import Mask, Options, State
-from .gates import bounded, gate, powers_for
+from .gates import competing_flow, gate, split_powers
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, options: Options) -> tuple[Tensor, State]:
@@ -31,13 +31,13 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, options: Op
     conserved_totals = sums[:, 2:4] + source_and_sink * inverse.flip(-1)[..., None]
     conserved_incoming, conserved_outgoing = flows(conserved_totals).unbind(-1)
 
-    tau, gamma = powers_for(options.powers, axes=0)
-    competing_flow = bounded(conserved_outgoing, variant, tau)
+    tau, gamma = split_powers(options.powers, axes=0)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
     if variant.competition == "softmax":
-        share, log_outgoing = _share(competing_flow, log_outgoing, count, valid)
+        share, log_outgoing = _share(bounded, log_outgoing, count, valid)
         competition = share * position
     else:
-        competition = gate(competing_flow, variant.competition)
+        competition = gate(bounded, variant.competition)
     if variant.allocation == "softmax":
         share, log_incoming = _share(conserved_incoming, log_incoming, count, valid)
         allocation = share * position

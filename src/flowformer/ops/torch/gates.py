@@ -1,4 +1,4 @@
-"""Competition and allocation, up to what a softmax is taken over."""
+"""What competition and allocation are made of, apart from the softmax over tokens."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from torch import Tensor
 from ..variant import FlowVariant
 
 
-def bounded(conserved_outgoing: Tensor, variant: FlowVariant, power: Tensor | None = None) -> Tensor:
-    """What sources compete by: τ Ô, with Ô clamped."""
-    flow = conserved_outgoing
+def competing_flow(flow: Tensor, variant: FlowVariant, tau: Tensor | None = None) -> Tensor:
+    """τ Ô with Ô clamped, by which sources compete."""
     if variant.clamp is not None:
         flow = flow.clamp(-variant.clamp, variant.clamp)
-    return flow if power is None else flow * power
+    return flow if tau is None else flow * tau
 
 
-def gate(flow: Tensor, kind: str, power: Tensor | None = None) -> Tensor:
+def gate(flow: Tensor, kind: str, gamma: Tensor | None = None) -> Tensor:
     """sigmoid(flow)^γ, or 1 where the kind is "none"."""
     if kind == "none":
         return torch.ones_like(flow)
     share = flow.sigmoid()
-    return share if power is None else share**power
+    return share if gamma is None else share**gamma
 
 
-def powers_for(powers: Tensor | None, axes: int) -> tuple[Tensor | None, Tensor | None]:
-    """τ and γ of powers (2, H), with so many axes of tokens after that of heads."""
+def split_powers(powers: Tensor | None, axes: int) -> tuple[Tensor | None, Tensor | None]:
+    """τ and γ of powers (2, H), each (H, 1, ...) with `axes` axes for the tokens."""
     if powers is None:
         return None, None
     tau, gamma = powers.unflatten(1, (-1, *[1] * axes)).unbind(0)
