@@ -7,6 +7,7 @@ import torch
 from helpers import oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
+from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton.causal import op as kernels
 from flowformer.ops.triton.causal import plan as causal_plan
@@ -51,7 +52,7 @@ def inputs_of(dtype=torch.float32, **options):
 
 
 def run(mask=None, variant=DEFAULT, scale=1.0, of=kernels.recurrent):
-    return lambda q, k, v: of(q, k, v, mask, None, scale, variant)[0]
+    return lambda q, k, v: of(q, k, v, mask, None, Options(scale, variant))[0]
 
 
 def assert_as_exact_as_torch(results, torch_results, truths):

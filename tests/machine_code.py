@@ -28,11 +28,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 from flowformer import FlowVariant
+from flowformer.ops.common import Options
 from flowformer.ops.triton import launch, replay
 from flowformer.ops.triton.bidirectional.plan import BidirectionalPlan
 from flowformer.ops.triton.causal.cut import CutPlan
 from flowformer.ops.triton.causal.plan import CausalPlan
-from flowformer.ops.triton.plan import options_of
+from flowformer.ops.triton.plan import flat_options
 
 SHARED_MEMORY = 232_448  # bytes that a program may have on an H100 or H200
 SMS = 132
@@ -173,7 +174,7 @@ def kernels(random: Random, width: int | None = None) -> tuple[str, bool, list[l
     mask = tensor(2, length, dtype=torch.bool) if masked else None
     bounds = tensor(4, dtype=torch.int32) if packed else None
     powers = tensor(2, heads, dtype=torch.float32) if has_powers else None
-    options = options_of(scale, variant)
+    options = flat_options(Options(scale, variant))
     if is_causal:
         # what follows in the call has the same shapes as what comes before
         tensors = _signature(query, key, value, mask, bounds, powers)

@@ -243,7 +243,8 @@ def test_a_flow_on_the_wrong_side_of_its_clamp_is_no_failure(moved, verdict, mon
     honest = backends.BACKENDS["torch"]
 
     def bidirectional(*args):
-        return honest.bidirectional(*args[:-1], replace(args[-1], clamp=1 + moved))
+        *inputs, options = args
+        return honest.bidirectional(*inputs, options._replace(variant=replace(options.variant, clamp=1 + moved)))
 
     monkeypatch.setitem(backends.BACKENDS, "torch", honest._replace(bidirectional=bidirectional))
     case = replace(CASE, dtype="bfloat16", sinks=60, sources=60, amplitude=0.05, variant={"clamp": 1.0})

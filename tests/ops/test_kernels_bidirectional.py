@@ -15,11 +15,12 @@ from helpers import CAUSAL_KERNEL_VARIANTS, VARIANTS, oracle, random_inputs, rel
 
 from flowformer import FlowVariant
 from flowformer.ops import varlen
+from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton.bidirectional import cut, forward, plan
 from flowformer.ops.triton.bidirectional import op as kernels
 from flowformer.ops.triton.bidirectional.plan import segment_count
-from flowformer.ops.triton.plan import cached_plan, options_of
+from flowformer.ops.triton.plan import cached_plan, flat_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT = FlowVariant()
@@ -68,14 +69,14 @@ def inputs(**options):
 
 
 def run(query, key, value, query_mask=None, key_mask=None, scale=1.0, variant=DEFAULT):
-    return kernels.bidirectional(query, key, value, query_mask, key_mask, scale, variant)
+    return kernels.bidirectional(query, key, value, (query_mask, key_mask), Options(scale, variant))
 
 
 def assert_as_exact(given, query_mask=None, key_mask=None, scale=1.0, variant=DEFAULT):
     """The error is at most 2× (3× for gradients) that of plain PyTorch at the same dtype."""
 
     def plain(q, k, v):
-        return torch_op.bidirectional(q, k, v, query_mask, key_mask, scale, variant)
+        return torch_op.bidirectional(q, k, v, (query_mask, key_mask), Options(scale, variant))
 
     def exact(q, k, v):
         return oracle(q, k, v, query_mask=query_mask, key_mask=key_mask, scale=scale, variant=variant)
@@ -228,8 +229,8 @@ def test_packed_is_the_loop():
         return torch.cat([*parts, parts[0].new_zeros(10, 2, 3)])
 
     given = query, key, value
-    ours = with_gradients(lambda *x: kernels.packed(*x, lengths, 1.0, DEFAULT), given)
-    torchs = with_gradients(lambda *x: torch_op.packed(*x, lengths, False, 1.0, DEFAULT), given)
+    ours = with_gradients(lambda *x: kernels.packed(*x, lengths, Options(1.0, DEFAULT)), given)
+    torchs = with_gradients(lambda *x: torch_op.packed(*x, lengths, False, Options(1.0, DEFAULT)), given)
     truth = with_gradients(loop, [x.double() for x in given])
     assert torch.equal(ours[0][110:], torch.zeros_like(ours[0][110:]))
     assert torch.equal(ours[0][40:41], torch.zeros_like(ours[0][40:41]))
@@ -241,14 +242,14 @@ def test_packed_bounds_beyond_the_tokens_read_nothing_beyond_them(monkeypatch):
     monkeypatch.setattr(kernels, "check_bounds", lambda *_, **__: None)
     query, key, value = (x[0].transpose(0, 1) for x in inputs(sinks=20, dim=4))
     bounds = torch.tensor([7, -3, 10**6, 2, 2**31 - 1], dtype=torch.int32, device=DEVICE)
-    result = kernels.packed(query, key, value, (bounds, bounds, 1, 1), 1.0, DEFAULT)
+    result = kernels.packed(query, key, value, (bounds, bounds, 1, 1), Options(1.0, DEFAULT))
     assert result.shape == query.shape
 
 
 def test_packed_without_a_sequence_gives_zero():
     given = [x[0].transpose(0, 1) for x in inputs(sinks=5, dim=4)]
     bounds = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for out in with_gradients(lambda *x: kernels.packed(*x, (bounds, bounds, 0, 0), 1.0, DEFAULT), given):
+    for out in with_gradients(lambda *x: kernels.packed(*x, (bounds, bounds, 0, 0), Options(1.0, DEFAULT)), given):
         assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -256,7 +257,8 @@ def test_packed_longest_may_be_more_than_the_longest():
     query, key, value = (x[0].transpose(0, 1) for x in inputs(sinks=40, dim=4))
     bounds = torch.tensor([0, 13, 40], device=DEVICE)
     right, high = (
-        kernels.packed(query, key, value, (bounds, bounds, longest, longest), 1.0, DEFAULT) for longest in (27, 100)
+        kernels.packed(query, key, value, (bounds, bounds, longest, longest), Options(1.0, DEFAULT))
+        for longest in (27, 100)
     )
     assert relative_error(high, right) < 1e-6
 
@@ -274,7 +276,7 @@ def test_packed_refuses_bounds_that_make_no_sense(bounds, longest, message):
     given = [x[0].transpose(0, 1) for x in inputs(sinks=20, dim=4)]
     bounds = torch.tensor(bounds, device=DEVICE)
     with pytest.raises(ValueError, match=message):
-        kernels.packed(*given, (bounds, bounds, longest, longest), 1.0, DEFAULT)
+        kernels.packed(*given, (bounds, bounds, longest, longest), Options(1.0, DEFAULT))
 
 
 def test_packed_looks_at_bounds_again_if_they_change(monkeypatch):
@@ -284,11 +286,11 @@ def test_packed_looks_at_bounds_again_if_they_change(monkeypatch):
     given = [x[0].transpose(0, 1) for x in inputs(sinks=20, dim=4)]
     bounds = torch.tensor([0, 12, 20], device=DEVICE)
     for _ in range(3):
-        kernels.packed(*given, (bounds, bounds, 20, 20), 1.0, DEFAULT)
+        kernels.packed(*given, (bounds, bounds, 20, 20), Options(1.0, DEFAULT))
     assert len(looks) == 1
     bounds[1] = 21
     with pytest.raises(ValueError, match="must not decrease"):
-        kernels.packed(*given, (bounds, bounds, 20, 20), 1.0, DEFAULT)
+        kernels.packed(*given, (bounds, bounds, 20, 20), Options(1.0, DEFAULT))
 
 
 @pytest.mark.parametrize("feature_map", ["sigmoid", "elu+1"])
@@ -309,7 +311,9 @@ def test_saturated_inputs(name, dtype):
         hot = 1e4 * query, sign * 1e4 * key.abs(), value
         variant = VARIANTS[name]
         ours = with_gradients(lambda *x, variant=variant: run(*x, variant=variant), hot)
-        theirs = with_gradients(lambda *x, variant=variant: torch_op.bidirectional(*x, None, None, 1.0, variant), hot)
+        theirs = with_gradients(
+            lambda *x, variant=variant: torch_op.bidirectional(*x, (None, None), Options(1.0, variant)), hot
+        )
         truth = with_gradients(lambda *x, variant=variant: oracle(*x, variant=variant), [x.double() for x in hot])
         # where features are all 0 or all 1, the gradients of queries and keys are the rounding of what they cancel from
         compare(*([each[0], each[3]] for each in (ours, theirs, truth)))
@@ -361,7 +365,7 @@ def test_every_number_is_written(monkeypatch):
 def test_inference_keeps_nothing():
     query, key, value = inputs(dim=4)
     inputs_and_length = query, key, value, None, None, None, None, None, 33
-    options = options_of(1.0, DEFAULT)
+    options = flat_options(Options(1.0, DEFAULT))
     result, kept = torch.ops.flowformer.triton_bidirectional(*inputs_and_length, False, *options)
     assert kept.numel() == 0
     again, _ = torch.ops.flowformer.triton_bidirectional(*inputs_and_length, True, *options)
@@ -370,7 +374,7 @@ def test_inference_keeps_nothing():
 
 def test_operators_are_well_formed():
     given = tuple(x.requires_grad_(False) for x in inputs(sinks=9, dim=4))
-    options = options_of(1.0, DEFAULT)
+    options = flat_options(Options(1.0, DEFAULT))
     args = *given, None, None, None, None, None, 9, True, *options
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.flowformer.triton_bidirectional.default, args, test_utils=checks)
@@ -396,10 +400,10 @@ def test_kernels_with_exchanges_between_them_are_those_without(dtype):
     mask = torch.rand(2, 70, device=DEVICE) > 0.3
 
     def cut_call(query, key, value):
-        return cut.attend(query, key, value, mask, mask, 0.7, FlowVariant(), OneRank(), None)
+        return cut.attend((query, key, value), (mask, mask), Options(0.7, FlowVariant()), OneRank())
 
     def whole_call(query, key, value):
-        return kernels.bidirectional(query, key, value, mask, mask, 0.7, FlowVariant())
+        return kernels.bidirectional(query, key, value, (mask, mask), Options(0.7, FlowVariant()))
 
     for ours, whole in zip(with_gradients(cut_call, given), with_gradients(whole_call, given), strict=True):
         torch.testing.assert_close(ours, whole, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
@@ -428,7 +432,7 @@ def test_a_million_tokens():
     del result, grads
     one = [x[:, :1].detach().double() for x in leaves]
     del leaves, query, key, value
-    truth = with_gradients(lambda *x: torch_op.bidirectional(*x, None, None, 1.0, DEFAULT), one)[0]
+    truth = with_gradients(lambda *x: torch_op.bidirectional(*x, (None, None), Options(1.0, DEFAULT)), one)[0]
     assert relative_error(sums[0], truth[:, :, -1000:]) < 4e-3
     assert all(x.isfinite().all() for x in sums)
 

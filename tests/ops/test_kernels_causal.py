@@ -12,10 +12,11 @@ from causal_kernels import small_chunks as small_chunks  # a fixture of every te
 from helpers import CAUSAL_KERNEL_VARIANTS, oracle, relative_error, with_gradients
 
 from flowformer import FlowVariant
+from flowformer.ops.common import Options
 from flowformer.ops.state import FlowState
 from flowformer.ops.triton.causal import op as kernels
 from flowformer.ops.triton.causal import plan as causal_plan
-from flowformer.ops.triton.plan import cached_plan, dense, options_of
+from flowformer.ops.triton.plan import cached_plan, dense, flat_options
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_small_inputs_keep_their_gradients(feature_map, dim, monkeypatch):
     query, key, value = inputs_of(torch.bfloat16, batch=1, heads=1, sinks=sinks, dim=dim)
     given = query * 0.2, key * 0.2, value
     variant = FlowVariant(feature_map=feature_map, allocation="none", competition="none")
-    ours = with_gradients(lambda q, k, v: kernels.causal(q, k, v, None, 0.125, variant), given)
+    ours = with_gradients(lambda q, k, v: kernels.causal(q, k, v, None, Options(0.125, variant)), given)
     truths = with_gradients(
         lambda q, k, v: oracle(q, k, v, is_causal=True, variant=variant, scale=0.125), [x.double() for x in given]
     )
@@ -204,7 +205,7 @@ def test_twice_the_same_bits(monkeypatch):
 def test_nothing_in_nothing_out(shape):
     batch, heads, length = shape
     query, key, value = (torch.randn(batch, heads, length, 4, device=DEVICE, requires_grad=True) for _ in range(3))
-    result, state = kernels.recurrent(query, key, value, None, None, 1.0, DEFAULT)
+    result, state = kernels.recurrent(query, key, value, None, None, Options(1.0, DEFAULT))
     assert result.shape == (batch, heads, length, 4)
     assert not state[0].any()
     assert not state[2][..., 0].any()
@@ -214,7 +215,7 @@ def test_nothing_in_nothing_out(shape):
 
 def test_the_operators_pass_opcheck():
     query, key, value = inputs_of(batch=1, heads=1, sinks=5)
-    options = options_of(1.0, DEFAULT)
+    options = flat_options(Options(1.0, DEFAULT))
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
         inputs = query, key, value, None, None, None, 5, keep, None, None, None, None, *options

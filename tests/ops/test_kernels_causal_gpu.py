@@ -11,6 +11,7 @@ from causal_kernels import DEFAULT, DEVICE, check, inputs_of, run
 from causal_kernels import small_chunks as small_chunks  # a fixture of every test
 from helpers import with_gradients
 
+from flowformer.ops.common import Options
 from flowformer.ops.state import FlowState
 from flowformer.ops.triton.causal import op as kernels
 
@@ -59,7 +60,7 @@ def test_on_a_device_that_is_not_the_current_one():
 
 def test_a_million_tokens():
     inputs = [torch.randn(1, 16, 2**20, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    result, state = kernels.recurrent(*inputs, None, None, 1.0, DEFAULT)
+    result, state = kernels.recurrent(*inputs, None, None, Options(1.0, DEFAULT))
     gradients = torch.autograd.grad(result, inputs, torch.ones_like(result))
     assert all(x.isfinite().all() for x in (result, *gradients))
     assert FlowState.unpack(state).count.item() == 2**20

@@ -16,6 +16,7 @@ from helpers import with_gradients
 
 from flowformer import FlowVariant
 from flowformer.ops import reference
+from flowformer.ops.common import Options
 from flowformer.ops.state import FlowState
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton.causal import op as kernels
@@ -25,7 +26,7 @@ def cut_in_two(cut, causal):
     def together(query, key, value):
         parts, state = [], None
         for tokens in (slice(None, cut), slice(cut, None)):
-            part, state = causal(*(x[:, :, tokens] for x in (query, key, value)), None, state, 1.0, DEFAULT)
+            part, state = causal(*(x[:, :, tokens] for x in (query, key, value)), None, state, Options(1.0, DEFAULT))
             parts.append(part)
         sums, memory, scalars = state
         # the gradient must reach the past also through the state after the last token
@@ -34,9 +35,9 @@ def cut_in_two(cut, causal):
     return together
 
 
-def reference_causal(query, key, value, mask, state, scale, variant):
+def reference_causal(query, key, value, mask, state, options):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    return reference.causal(query, key, value, mask, state, scale, **asdict(variant))
+    return reference.causal(query, key, value, mask, state, options.scale, **asdict(options.variant))
 
 
 @pytest.mark.parametrize("cut", [1, 19])
@@ -67,11 +68,11 @@ def check_cut(cut, inputs):
 def test_gradient_of_the_state_alone(monkeypatch):
     segments(monkeypatch, 2, 2)
     query, key, value = inputs_of(batch=1, heads=2, sinks=20)
-    _, start = torch_op.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, DEFAULT)
+    _, start = torch_op.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, Options(1.0, DEFAULT))
 
     def ends(causal, dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in start]
-        _, end = causal(*(x.to(dtype) for x in (query, key, value)), None, tuple(leaves), 1.0, DEFAULT)
+        _, end = causal(*(x.to(dtype) for x in (query, key, value)), None, tuple(leaves), Options(1.0, DEFAULT))
         return torch.autograd.grad(end[0].sum() + end[1].square().sum() + end[2][..., 1].sum(), leaves)
 
     for grad, truth in zip(ends(kernels.recurrent, torch.float32), ends(reference_causal, torch.float64), strict=True):
@@ -83,8 +84,8 @@ def test_padding_leaves_the_state_as_it_is(monkeypatch):
     inputs = inputs_of(batch=2, heads=1, sinks=30)
     mask = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
     mask[0, 11:] = False
-    _, padded = kernels.recurrent(*inputs, mask, None, 1.0, DEFAULT)
-    _, alone = kernels.recurrent(*(x[:1, :, :11] for x in inputs), None, None, 1.0, DEFAULT)
+    _, padded = kernels.recurrent(*inputs, mask, None, Options(1.0, DEFAULT))
+    _, alone = kernels.recurrent(*(x[:1, :, :11] for x in inputs), None, None, Options(1.0, DEFAULT))
     for one, other in zip(padded, alone, strict=True):
         torch.testing.assert_close(one[:1], other, rtol=1e-5, atol=1e-6)
     assert FlowState.unpack(padded).count.tolist() == [11, 30]
@@ -117,10 +118,10 @@ def test_without_gradients_less_is_kept_and_the_result_is_the_same(count, monkey
     segments(monkeypatch, count, 2)
     inputs = inputs_of(batch=1, heads=2, sinks=16 * count + 1)
     for variant in (DEFAULT, FlowVariant(competition="none"), FlowVariant(allocation="none")):
-        _, start = kernels.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, 1.0, variant)
-        result, end = kernels.recurrent(*(x.requires_grad_() for x in inputs), None, start, 1.0, variant)
+        _, start = kernels.recurrent(*inputs_of(batch=1, heads=2, sinks=5, seed=3), None, None, Options(1.0, variant))
+        result, end = kernels.recurrent(*(x.requires_grad_() for x in inputs), None, start, Options(1.0, variant))
         with torch.no_grad():
-            other, other_end = kernels.recurrent(*inputs, None, start, 1.0, variant)
+            other, other_end = kernels.recurrent(*inputs, None, start, Options(1.0, variant))
         assert torch.equal(result, other)
         assert all(torch.equal(one, two) for one, two in zip(end, other_end, strict=True))
 
@@ -135,7 +136,7 @@ def test_packed_sequences_are_the_loop_over_them(monkeypatch):
     inputs = packed_inputs(36, heads=2, key_heads=1, value_dim=3)
 
     def packed(query, key, value):
-        return kernels.packed(query, key, value, (bounds, bounds, 24, 24), 1.0, DEFAULT)
+        return kernels.packed(query, key, value, (bounds, bounds, 24, 24), Options(1.0, DEFAULT))
 
     def loop(of):
         def function(query, key, value):
@@ -161,7 +162,9 @@ def test_packed_survives_any_bounds(monkeypatch):
     monkeypatch.setattr(kernels, "check_bounds", lambda *_, **__: None)
     inputs = packed_inputs(40, heads=1)
     bounds = torch.tensor([-3, 90, 17, 2**40], device=DEVICE)
-    results = with_gradients(lambda q, k, v: kernels.packed(q, k, v, (bounds, bounds, 40, 40), 1.0, DEFAULT), inputs)
+    results = with_gradients(
+        lambda q, k, v: kernels.packed(q, k, v, (bounds, bounds, 40, 40), Options(1.0, DEFAULT)), inputs
+    )
     assert [x.shape for x in results] == [inputs[2].shape, *(x.shape for x in inputs)]
     assert all(x.isfinite().all() for x in results)
 
@@ -170,4 +173,4 @@ def test_packed_refuses_keys_that_are_bound_otherwise():
     inputs = packed_inputs(40, heads=1)
     bounds, others = (torch.tensor([0, x, 40], device=DEVICE) for x in (10, 11))
     with pytest.raises(ValueError, match="as many queries as keys in each sequence"):
-        kernels.packed(*inputs, (bounds, others, 40, 40), 1.0, DEFAULT)
+        kernels.packed(*inputs, (bounds, others, 40, 40), Options(1.0, DEFAULT))

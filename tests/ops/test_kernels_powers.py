@@ -15,13 +15,14 @@ import flowformer.ops.triton.bidirectional.op  # noqa: F401  # registers its ope
 from flowformer import FlowState, FlowVariant, explain, flow_attention
 from flowformer.bench.errors import FORWARD, GRADIENT, ROUNDING, measure
 from flowformer.ops import reference
+from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton import op as kernels
 from flowformer.ops.triton.bidirectional import plan as bidirectional_plan
 from flowformer.ops.triton.causal import op as causal_op
 from flowformer.ops.triton.causal import plan as causal_plan
 from flowformer.ops.triton.decode import decode
-from flowformer.ops.triton.plan import cached_plan, options_of
+from flowformer.ops.triton.plan import cached_plan, flat_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RENORMALIZED = FlowVariant(renormalize=True)
@@ -74,8 +75,8 @@ def check(given, is_causal, variant, mask=None, key_mask=None, scale=1.0, factor
     def run(backend):
         def call(query, key, value, powers=None):
             if is_causal:
-                return backend.causal(query, key, value, mask, scale, variant, powers)
-            return backend.bidirectional(query, key, value, mask, key_mask, scale, variant, powers)
+                return backend.causal(query, key, value, mask, Options(scale, variant, powers))
+            return backend.bidirectional(query, key, value, (mask, key_mask), Options(scale, variant, powers))
 
         return call
 
@@ -130,7 +131,7 @@ def ends(causal, cut, variant):
         parts, state = [], None
         for tokens in (slice(None, cut), slice(cut, None)):
             q, k, v = (x[:, :, tokens] for x in (query, key, value))
-            part, state = causal(q, k, v, None, state, 1.0, variant, powers)
+            part, state = causal(q, k, v, None, state, Options(1.0, variant, powers))
             parts.append(part)
         sums, memory, scalars = state
         ends = [torch.cat(parts, 2), sums, memory]
@@ -141,9 +142,10 @@ def ends(causal, cut, variant):
     return together
 
 
-def reference_recurrent(query, key, value, mask, state, scale, variant, powers):
+def reference_recurrent(query, key, value, mask, state, options):
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    return reference.causal(query, key, value, mask, state, scale, powers=powers, **asdict(variant))
+    named = {"scale": options.scale, "powers": options.powers, **asdict(options.variant)}
+    return reference.causal(query, key, value, mask, state, **named)
 
 
 @every_variant
@@ -165,7 +167,7 @@ def test_packed_sequences_are_the_loop_over_them(is_causal):
 
     def packed(query, key, value, powers):
         lengths = bounds, bounds, 24, 24
-        return kernels.packed(query, key, value, lengths, is_causal, 1.0, RENORMALIZED, powers)
+        return kernels.packed(query, key, value, lengths, is_causal, Options(1.0, RENORMALIZED, powers))
 
     def loop(query, key, value, powers):
         parts = []
@@ -188,9 +190,9 @@ def test_decoding_token_by_token_is_the_parallel_form(variant, has_powers):
     powers = powers_of(4) if has_powers else None
     exact_powers = None if powers is None else powers.double()
     truth = exact(*(x.double() for x in given), None, None, True, variant, exact_powers)
-    _, end = kernels.recurrent(*given, None, None, 1.0, variant, powers)
+    _, end = kernels.recurrent(*given, None, None, Options(1.0, variant, powers))
     state = FlowState.empty(2, 4, 5, 3, variant=variant, device=DEVICE).pack()
-    steps = [decode(*(x[:, :, t : t + 1] for x in given), state, 1.0, variant, None, powers) for t in range(9)]
+    steps = [decode(*(x[:, :, t : t + 1] for x in given), None, state, Options(1.0, variant, powers)) for t in range(9)]
     assert relative_error(torch.cat(steps, 2), truth) < 1e-6
     for part, expected in zip(state, end, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
@@ -268,7 +270,7 @@ def test_small_inputs_keep_their_gradients(feature_map, variant, gamma, monkeypa
     query, key, value = inputs_of(torch.bfloat16, batch=1, heads=1, sinks=sinks, dim=64)
     variant = replace(variant, feature_map=feature_map)
     given = query * 0.2, key * 0.2, value, powers_of(1, (0.7, 0.7), (gamma, gamma))
-    ours = with_gradients(lambda q, k, v, p: kernels.causal(q, k, v, None, 0.125, variant, p), given)
+    ours = with_gradients(lambda q, k, v, p: kernels.causal(q, k, v, None, Options(0.125, variant, p)), given)
     truths = with_gradients(
         lambda q, k, v, p: exact(q, k, v, None, None, True, variant, p, 0.125), [x.double() for x in given]
     )
@@ -316,7 +318,7 @@ def test_nothing_in_nothing_out(shape, is_causal):
 
 def test_the_operators_pass_opcheck():
     query, key, value = inputs_of(batch=1, heads=2, sinks=5)
-    powers, options, tests = powers_of(2), options_of(1.0, RENORMALIZED), ("test_schema", "test_faketensor")
+    powers, options, tests = powers_of(2), flat_options(Options(1.0, RENORMALIZED)), ("test_schema", "test_faketensor")
     operators = torch.ops.flowformer
     inputs = query, key, value, None, None, None, 5, True, None, None, None, powers, *options
     torch.library.opcheck(operators.triton_causal.default, inputs, test_utils=tests)
@@ -397,9 +399,8 @@ def test_packed_sequences_of_a_language_model(monkeypatch):
 
     def run(backend):
         def call(query, key, value, powers):
-            return backend.packed(
-                query, key, value, (bounds, bounds, 2048, 2048), True, 1.0, RENORMALIZED, powers
-            )  # fmt: skip
+            lengths = bounds, bounds, 2048, 2048
+            return backend.packed(query, key, value, lengths, True, Options(1.0, RENORMALIZED, powers))
 
         return call
 
@@ -413,10 +414,10 @@ def test_packed_sequences_of_a_language_model(monkeypatch):
 def test_captured_in_a_graph():
     given = inputs_of(torch.bfloat16, batch=2, heads=2, sinks=1000, dim=64)
     powers = powers_of(2)
-    expected = kernels.causal(*given, None, 1.0, RENORMALIZED, powers)
+    expected = kernels.causal(*given, None, Options(1.0, RENORMALIZED, powers))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = kernels.causal(*given, None, 1.0, RENORMALIZED, powers)
+        result = kernels.causal(*given, None, Options(1.0, RENORMALIZED, powers))
     result.fill_(torch.nan)
     graph.replay()
     assert torch.equal(result, expected)

@@ -14,6 +14,7 @@ from triton import language as tl
 from triton.runtime.interpreter import InterpreterError
 
 from flowformer import FlowVariant
+from flowformer.ops.common import Options
 from flowformer.ops.triton.causal import op as causal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
@@ -45,7 +46,7 @@ def test_a_kernel_computes_the_same(monkeypatch):
     inputs = random_inputs(batch=1, heads=1, sinks=5, dim=5, value_dim=3, dtype=torch.bfloat16)
 
     def attend(query, key, value):
-        return causal.causal(query, key, value, None, 1.0, FlowVariant())
+        return causal.causal(query, key, value, None, Options(1.0, FlowVariant()))
 
     quick = with_gradients(attend, inputs)
     for owner, name, original in quick_interpreter.REPLACED:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops import FlowState, flow_attention, flow_attention_recurrent, flow_attention_varlen, reference
-from ..ops.interface import joint_mask
+from ..ops.common import joint_mask
 from ..ops.variant import FlowVariant
 from .errors import FORWARD, GRADIENT, ROUNDING, measure
 from .fuzz_cases import Case

@@ -25,7 +25,7 @@ from ..ops import (
     flow_attention_varlen,
     flow_maps,
 )
-from ..ops.interface import joint_mask
+from ..ops.common import joint_mask
 from ..ops.reference import repeat_heads
 from ..ops.variant import ABLATIONS
 from .packing import Packing

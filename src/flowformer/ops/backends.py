@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._utils import suggestion
 from . import reference_backend
-from .common import State
+from .common import Mask, Masks, Options, State
 from .native import op as native_op
 from .torch import op as torch_op
 from .triton import op as triton_op
@@ -32,10 +32,10 @@ class Backend(NamedTuple):
     note: str  # what it is, for `explain`
     refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
     by_name: Callable[[Tensor], bool]
-    bidirectional: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float, FlowVariant], Tensor]
-    causal: Callable[[Tensor, Tensor, Tensor, Tensor | None, float, FlowVariant], Tensor]
-    recurrent: Callable[[Tensor, Tensor, Tensor, Tensor | None, State | None, float, FlowVariant], tuple[Tensor, State]]
-    packed: Callable[[Tensor, Tensor, Tensor, Lengths, bool, float, FlowVariant], Tensor]
+    bidirectional: Callable[[Tensor, Tensor, Tensor, Masks, Options], Tensor]
+    causal: Callable[[Tensor, Tensor, Tensor, Mask, Options], Tensor]
+    recurrent: Callable[[Tensor, Tensor, Tensor, Mask, State | None, Options], tuple[Tensor, State]]
+    packed: Callable[[Tensor, Tensor, Tensor, Lengths, bool, Options], Tensor]
 
     @classmethod
     def of(cls, name: str, note: str, module: ModuleType) -> Backend:

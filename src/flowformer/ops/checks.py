@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from .common import Options
 from .state import FlowState, num_sums
 from .variant import FlowVariant
 
@@ -120,7 +121,7 @@ def state(state: FlowState, query: Tensor, value: Tensor, variant: FlowVariant) 
         raise ValueError(f"the state is on {state.device}, but the tokens are on {query.device}. Use state.to(device).")
 
 
-def scale(scale: float | None) -> float:
+def _scale(scale: float | None) -> float:
     if scale is None:
         return 1.0
     if isinstance(scale, Tensor) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt)):
@@ -143,7 +144,14 @@ def variant(variant: FlowVariant | str, is_causal: bool = False) -> FlowVariant:
     return variant
 
 
-def powers(powers: Tensor | None, query: Tensor, heads: int, variant: FlowVariant) -> Tensor | None:
+def options(
+    scale: float | None, reading: FlowVariant | str, powers: Tensor | None, query: Tensor, is_causal: bool
+) -> Options:
+    chosen = variant(reading, is_causal)
+    return Options(_scale(scale), chosen, _powers(powers, query, query.shape[1], chosen))
+
+
+def _powers(powers: Tensor | None, query: Tensor, heads: int, variant: FlowVariant) -> Tensor | None:
     """The powers in the dtype of the sums."""
     if powers is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
-from .common import without_autocast
+from .common import joint_mask, without_autocast
 from .reference import FlowMaps
 from .state import FlowState
 from .variant import FlowVariant
@@ -78,28 +78,20 @@ def flow_attention(
         # here, as in the other functions: torch.distributed is for few callers
         from .context import op
 
-        masks = query_mask, key_mask
-        return op.attention(query, key, value, is_causal, *masks, scale, enable_gqa, variant, powers, backend, group)
+        given = op.Arguments(scale, enable_gqa, variant, powers, backend, group)
+        return op.attention(query, key, value, (query_mask, key_mask), is_causal, given)
     if getattr(query, "is_nested", False):
-        options = {
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-            "variant": variant,
-            "powers": powers,
-            "backend": backend,
-        }
-        return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **options)
+        shared = {"scale": scale, "enable_gqa": enable_gqa, "variant": variant, "powers": powers, "backend": backend}
+        return _nested_attention(query, key, value, (query_mask, key_mask), is_causal, **shared)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
+    options = checks.options(scale, variant, powers, query, is_causal)
     if is_causal:
         checks.causal_lengths(query, key)
-    learned = _learned(powers, query, variant)
-    chosen = _choose(backend, query, key, value, is_causal, variant)
+    chosen = _choose(backend, query, key, value, is_causal, options.variant)
     if not is_causal:
-        return chosen.bidirectional(query, key, value, query_mask, key_mask, scale, variant, **learned)
-    mask = joint_mask(query_mask, key_mask)
-    return chosen.causal(query, key, value, mask, scale, variant, **learned)
+        return chosen.bidirectional(query, key, value, (query_mask, key_mask), options)
+    return chosen.causal(query, key, value, joint_mask(query_mask, key_mask), options)
 
 
 def _nested_attention(
@@ -173,17 +165,17 @@ def flow_attention_recurrent(
     if group is not None:
         from .context import op
 
-        return op.recurrent(query, key, value, state, key_mask, scale, enable_gqa, variant, powers, backend, group)
+        given = op.Arguments(scale, enable_gqa, variant, powers, backend, group)
+        return op.recurrent(query, key, value, key_mask, state, given)
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, None, key_mask)
     checks.causal_lengths(query, key)
-    scale, variant = checks.scale(scale), checks.variant(variant, True)
+    options = checks.options(scale, variant, powers, query, True)
     if state is not None:
-        checks.state(state, query, value, variant)
-    learned = _learned(powers, query, variant)
-    chosen = _choose(backend, query, key, value, True, variant)
+        checks.state(state, query, value, options.variant)
+    chosen = _choose(backend, query, key, value, True, options.variant)
     packed = None if state is None else state.pack()
-    result, end = chosen.recurrent(query, key, value, key_mask, packed, scale, variant, **learned)
+    result, end = chosen.recurrent(query, key, value, key_mask, packed, options)
     return result, FlowState.unpack(end)
 
 
@@ -226,14 +218,15 @@ def flow_attention_varlen(
     if group is not None:
         from .context import op
 
-        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return op.varlen(query, key, value, bounds, is_causal, scale, enable_gqa, variant, powers, backend, group)
+        given = op.Arguments(scale, enable_gqa, variant, powers, backend, group)
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return op.varlen(query, key, value, lengths, is_causal, given)
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
-    lengths, learned = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _learned(powers, query, variant)
-    chosen = _choose(backend, query, key, value, is_causal, variant)
-    return chosen.packed(query, key, value, lengths, is_causal, scale, variant, **learned)
+    options = checks.options(scale, variant, powers, query, is_causal)
+    chosen = _choose(backend, query, key, value, is_causal, options.variant)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return chosen.packed(query, key, value, lengths, is_causal, options)
 
 
 def flow_maps(
@@ -263,14 +256,13 @@ def flow_maps(
     """
     query, key, _ = checks.attention_inputs(query, key, key, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    scale, variant = checks.scale(scale), checks.variant(variant, is_causal)
-    options = variant.as_options() | _learned(powers, query, variant)
+    options = checks.options(scale, variant, powers, query, is_causal).as_keywords()
     key = reference.repeat_heads(query, key)
     with without_autocast(query):
         if not is_causal:
-            return reference.bidirectional_maps(query, key, query_mask, key_mask, scale, **options)
+            return reference.bidirectional_maps(query, key, query_mask, key_mask, **options)
         checks.causal_lengths(query, key)
-        return reference.causal_maps(query, key, joint_mask(query_mask, key_mask), None, scale, **options)
+        return reference.causal_maps(query, key, joint_mask(query_mask, key_mask), **options)
 
 
 def explain(
@@ -298,8 +290,7 @@ def explain(
     """
     query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
     checks.attention_masks(query, key, query_mask, key_mask)
-    checks.scale(scale)
-    variant = checks.variant(variant, is_causal)
+    variant = checks.options(scale, variant, None, query, is_causal).variant
     if is_causal:
         checks.causal_lengths(query, key)
     kind = "causal" if is_causal else "bidirectional"
@@ -309,21 +300,8 @@ def explain(
     return "\n  ".join([*lines, *backends.verdicts(query, key, value, is_causal, variant)])
 
 
-def _learned(powers: Tensor | None, query: Tensor, variant: FlowVariant) -> dict[str, Tensor]:
-    """The powers as an argument of the backends that know them; the others refuse the variant that they need."""
-    checked = checks.powers(powers, query, query.shape[1], variant)
-    return {} if checked is None else {"powers": checked}
-
-
 def _choose(backend: str | None, query: Tensor, *rest: Any) -> backends.Backend:
     # only the operators of the torch backend can be mapped
     if backend is None and query.is_cuda and torch._C._are_functorch_transforms_active():
         backend = "torch"
     return backends.choose(backend, query, *rest)
-
-
-def joint_mask(query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    """The mask of tokens that are sink and source at once."""
-    if query_mask is None or key_mask is None:
-        return key_mask if query_mask is None else query_mask
-    return query_mask & key_mask

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .common import Mask, Powers, State
-from .variant import FlowVariant
+from .common import Mask, Masks, Options, State
 
 if TYPE_CHECKING:
     from .varlen import Lengths
@@ -25,54 +24,25 @@ def by_name(query: Tensor) -> bool:
     return True
 
 
-def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
-    options = variant.as_options() | {"powers": powers}
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return reference.bidirectional(query, key, value, query_mask, key_mask, scale, **options)
+        return reference.bidirectional(query, key, value, *masks, **options.as_keywords())
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
-) -> Tensor:
-    return recurrent(query, key, value, mask, None, scale, variant, powers)[0]
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options) -> Tensor:
+    return recurrent(query, key, value, mask, None, options)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, options: Options
 ) -> tuple[Tensor, State]:
-    options = variant.as_options() | {"powers": powers}
     key, value = reference.repeat_heads(query, key), reference.repeat_heads(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        return reference.causal(query, key, value, mask, state, scale, **options)
+        return reference.causal(query, key, value, mask, state, **options.as_keywords())
 
 
-def packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     from .varlen import starts_and_lengths
 
     sinks, sources = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
@@ -80,10 +50,7 @@ def packed(
     for start_q, length_q, start_k, length_k in zip(*sinks, *sources, strict=True):
         q = query[start_q : start_q + length_q].transpose(0, 1)[None]
         k, v = (x[start_k : start_k + length_k].transpose(0, 1)[None] for x in (key, value))
-        if is_causal:
-            out, _ = recurrent(q, k, v, None, None, scale, variant, powers)
-        else:
-            out = bidirectional(q, k, v, None, None, scale, variant, powers)
+        out = causal(q, k, v, None, options) if is_causal else bidirectional(q, k, v, (None, None), options)
         parts.append(out[0].transpose(0, 1))
         stop = start_q + length_q
     rest = query.new_zeros(query.shape[0] - stop, query.shape[1], value.shape[-1])

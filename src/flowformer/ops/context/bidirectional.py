@@ -15,27 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import differentiate, empty_result, sum_dtype, valid_values, without_autocast
+from ..common import Inputs, Masks, Options, empty_result, sum_dtype, valid_values, without_autocast
+from ..library import differentiate
 from ..torch.bidirectional import MIN_BLOCKS, _add_outer, _dot, _flow, _weighted_sum
 from ..torch.blocks import HeadBlock, empty_gradients, head_blocks
 from ..torch.features import feature_gradient, features
+from ..torch.gates import competing_flow, gate
 from ..variant import FlowVariant
 from .exchange import Exchange
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
-    exchange: Exchange,
-) -> Tensor:
+def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -> Tensor:
     """The result for this rank's queries, (B, H, N, E)."""
-    part = Part(query, key, value, query_mask, key_mask, scale, variant)
-    result: Tensor = _Attend.apply(query, key, value, part, exchange)
+    result: Tensor = _Attend.apply(*inputs, Part(*inputs, *masks, options), exchange)
     return result
 
 
@@ -47,18 +39,17 @@ class Part(NamedTuple):
     value: Tensor
     query_mask: Tensor | None
     key_mask: Tensor | None
-    scale: float
-    variant: FlowVariant
+    options: Options
 
     def blocks(self) -> Iterator[HeadBlock]:
         length = max(self.query.shape[2], self.key.shape[2])
         return head_blocks(self.query, self.key, self.value, length, MIN_BLOCKS)
 
     def sinks(self, block: HeadBlock) -> Tensor:
-        return features(block.sinks(self.query), block.mask(self.query_mask), self.scale, self.variant)
+        return features(block.sinks(self.query), block.mask(self.query_mask), self.options)
 
     def sources(self, block: HeadBlock) -> Tensor:
-        return features(block.sources(self.key), block.mask(self.key_mask), self.scale, self.variant)
+        return features(block.sources(self.key), block.mask(self.key_mask), self.options)
 
     def values(self, block: HeadBlock) -> Tensor:
         return valid_values(block.sources(self.value), block.mask(self.key_mask))
@@ -103,7 +94,7 @@ class _Attend(torch.autograd.Function):
         with without_autocast(query):
             result, flows = _forward(part, exchange)
         ctx.save_for_backward(query, key, value, part.query_mask, part.key_mask, *flows)
-        ctx.options = part.scale, part.variant, exchange
+        ctx.options = part.options, exchange
         return result
 
     @staticmethod
@@ -113,14 +104,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _saved_backward(grad: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-    scale, variant, exchange = saved[-3:]
-    query, key, value, query_mask, key_mask, *flows = saved[:-3]
-    part = Part(query, key, value, query_mask, key_mask, scale, variant)
+    query, key, value, query_mask, key_mask, *flows, options, exchange = saved
+    part = Part(query, key, value, query_mask, key_mask, options)
     return _backward(grad, part, Flows(*flows), exchange)
 
 
 def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
-    variant, dim = part.variant, part.query.shape[3]
+    variant, dim = part.options.variant, part.query.shape[3]
     sums = part.vectors()
     for block in part.blocks():
         block.write_sinks(sums, torch.stack([part.sources(block).sum(-2), part.sinks(block).sum(-2)], 1))
@@ -146,10 +136,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
         conserved_key_sum, conserved_query_sum = block.sinks(conserved_sums).unbind(1)
         block.write_sinks(conserved_incoming, _flow(part.sinks(block), conserved_key_sum, variant))
         block.write_sinks(conserved_outgoing, _flow(part.sources(block), conserved_query_sum, variant))
-    bounded = conserved_outgoing
-    if variant.clamp is not None:
-        bounded = bounded.clamp(-variant.clamp, variant.clamp)
-    bounded, log_outgoing = _log_sum(bounded, part.key_mask)
+    bounded, log_outgoing = _log_sum(competing_flow(conserved_outgoing, variant), part.key_mask)
     conserved_incoming, log_incoming = _log_sum(conserved_incoming, part.query_mask)
 
     # the softmax over this rank's sources only; merged with the other ranks below
@@ -159,10 +146,8 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
             competition = (bounded - log_outgoing[..., None]).exp()
         case "softmax":
             competition = bounded.softmax(1) * (m if variant.rescale else 1)
-        case "sigmoid":
-            competition = bounded.sigmoid()
-        case "none":
-            competition = torch.ones_like(bounded)
+        case kind:
+            competition = gate(bounded, kind)
     competition = _valid(competition, part.key_mask)
     memory = part.new_empty(dim, part.value.shape[3])
     for block in part.blocks():
@@ -175,13 +160,10 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
         factor = m if variant.rescale else torch.ones_like(m)
         competition = competition * ((logs - merged)[..., :1].exp() * factor)
         memory = memory * factor[..., None]
-    match variant.allocation:
-        case "sigmoid":
-            allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
-        case "softmax":
-            allocation = (conserved_incoming - merged[..., 1, None]).exp() * (n if variant.rescale else 1)
-        case "none":
-            allocation = torch.ones_like(conserved_incoming)
+    if variant.allocation == "softmax":
+        allocation = (conserved_incoming - merged[..., 1, None]).exp() * (n if variant.rescale else 1)
+    else:
+        allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation)
     allocation = _valid(allocation, part.query_mask)
 
     result = empty_result(part.query, part.value.shape[3])
@@ -194,7 +176,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
 
 def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, with the equations of `torch/bidirectional.py`."""
-    variant, eps = part.variant, part.variant.eps
+    variant, eps = part.options.variant, part.options.variant.eps
     n, m = f.counts.split(1, -1)
     received = f.allocation * f.inverse_incoming
 
@@ -270,8 +252,8 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         grad_k = (part.values(block) * competition) @ memory_grad.mT
         rows = [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum]
         _add_outer(grad_k, [*columns, torch.ones_like(columns[0])], rows)
-        block.write_sinks(grad_query, feature_gradient(grad_q, q, part.scale, variant))
-        block.write_sources(grad_key, feature_gradient(grad_k, k, part.scale, variant))
+        block.write_sinks(grad_query, feature_gradient(grad_q, q, part.options))
+        block.write_sources(grad_key, feature_gradient(grad_k, k, part.options))
         block.write_sources(grad_value, (k @ memory_grad) * competition)
     return grad_query, grad_key.to(part.key.dtype), grad_value.to(part.value.dtype)
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import State, differentiate, sum_dtype, without_autocast
+from ..common import Inputs, Mask, Options, State, sum_dtype, without_autocast
+from ..library import differentiate
 from ..reference import repeat_heads
 from ..state import empty_state, num_sums
 from ..torch.blocks import head_blocks
 from ..torch.causal import MIN_BLOCKS
 from ..torch.features import feature_gradient, features
-from ..variant import FlowVariant
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]
@@ -30,31 +30,28 @@ HEAD_GROUPS = 4
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    inputs: Inputs,
+    mask: Mask,
     state: State | None,
-    scale: float,
-    variant: FlowVariant,
+    options: Options,
     exchange: Exchange,
     with_end: bool,
-    powers: Tensor | None,
     recurrent: Recurrent,
 ) -> tuple[Tensor, State]:
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
         state: before the first token of the first rank, the same on every rank; None is an empty state.
+        options: the gradient of the powers is this rank's share.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
-        powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
         recurrent: the backend's recurrent function.
     """
+    (query, key, value), variant = inputs, options.variant
     if query.shape[2] == 0 and not variant.has_operator:
         # without tokens plain operators build no graph, but the other ranks wait for this rank's backward pass
-        query, key, value = (F.pad(x, (0, 0, 0, 1)) for x in (query, key, value))
+        padded = F.pad(query, (0, 0, 0, 1)), F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
-        result, end = attend(query, key, value, mask, state, scale, variant, exchange, with_end, powers, recurrent)
+        result, end = attend(padded, mask, state, options, exchange, with_end, recurrent)
         return result[:, :, :0], end
     first = empty_state(query, value, variant) if state is None else state
     lowest = torch.finfo(first[0].dtype).min
@@ -69,9 +66,7 @@ def attend(
     queries, keys, values = map(split_heads, (query, key, value))
     # values do not enter the flows
     no_values = [torch.zeros_like(v[..., :1]) for v in values]
-    learned: list[dict[str, Tensor]] = [{} for _ in keys]
-    if powers is not None:
-        learned = [{"powers": group} for group in split_heads(powers)]
+    powers = [None for _ in keys] if options.powers is None else split_heads(options.powers)
 
     def before(x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
         prefix, total = _Before.apply(x, exchange, with_end, constants)
@@ -85,13 +80,13 @@ def attend(
         sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
         parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
         found = [
-            recurrent(q, k, v, mask, part, scale, changed, **options if changed.renormalize else {})
-            for q, k, v, part, options in zip(queries, keys, values, parts, learned, strict=True)
+            recurrent(q, k, v, mask, part, Options(options.scale, changed, own if changed.renormalize else None))
+            for q, k, v, part, own in zip(queries, keys, values, parts, powers, strict=True)
         ]
         return [result for result, _ in found], [torch.cat(x, 1) for x in zip(*(end for _, end in found), strict=True)]
 
     def feature_sum(heads: Sequence[Tensor]) -> Tensor:
-        return torch.cat([_FeatureSum.apply(x, mask, scale, variant) for x in heads], 1)
+        return torch.cat([_FeatureSum.apply(x, mask, options) for x in heads], 1)
 
     with without_autocast(query):
         key_sum, query_sum = repeat_heads(query, feature_sum(keys)), feature_sum(queries)
@@ -151,27 +146,25 @@ class _FeatureSum(torch.autograd.Function):
     """Σ φ(scale·x) over the tokens of x (B, H, N, D); saves only x for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Mask, options: Options) -> Tensor:
         ctx.save_for_backward(x, mask)
-        ctx.options = scale, variant
+        ctx.options = options
         total = x.new_empty(*x.shape[:2], x.shape[3], dtype=sum_dtype(x))
         for block in head_blocks(x, x, x, x.shape[2], MIN_BLOCKS):
-            block.write_sinks(total, features(block.sinks(x), block.mask(mask), scale, variant).sum(-2))
+            block.write_sinks(total, features(block.sinks(x), block.mask(mask), options).sum(-2))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *differentiate(_feature_sum_gradient, grad, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *differentiate(_feature_sum_gradient, grad, *ctx.saved_tensors, ctx.options), None, None
 
 
-def _feature_sum_gradient(
-    grad: Tensor, x: Tensor, mask: Tensor | None, scale: float, variant: FlowVariant
-) -> tuple[Tensor]:
+def _feature_sum_gradient(grad: Tensor, x: Tensor, mask: Mask, options: Options) -> tuple[Tensor]:
     grad_x = torch.empty_like(x)
     for block in head_blocks(x, x, x, x.shape[2], MIN_BLOCKS):
-        feature = features(block.sinks(x), block.mask(mask), scale, variant)
+        feature = features(block.sinks(x), block.mask(mask), options)
         grad_feature = block.sinks(grad)[:, None].expand_as(feature)
-        block.write_sinks(grad_x, feature_gradient(grad_feature, feature, scale, variant))
+        block.write_sinks(grad_x, feature_gradient(grad_feature, feature, options))
     return (grad_x,)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import backends, checks
-from ..common import State
+from ..common import Mask, Masks, Options, State, joint_mask
 from ..state import FlowState
 from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
@@ -27,95 +27,69 @@ def _not_compiled(function: _F) -> _F:
     return cast(_F, torch.compiler.disable(function))
 
 
+class Arguments(NamedTuple):
+    """What all calls take, before any check: the ranks must be told of a refusal."""
+
+    scale: float | None
+    enable_gqa: bool
+    variant: FlowVariant | str
+    powers: Tensor | None
+    backend: str | None
+    group: Group
+
+    def options(self, query: Tensor, is_causal: bool) -> Options:
+        return checks.options(self.scale, self.variant, self.powers, query, is_causal)
+
+
 @_not_compiled
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    variant: FlowVariant | str,
-    powers: Tensor | None,
-    backend: str | None,
-    group: Group,
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool, given: Arguments) -> Tensor:
     """See `flow_attention`."""
-    with _told_refusals(group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
-        checks.attention_masks(query, key, query_mask, key_mask)
-        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, is_causal, query)
+    with _told_refusals(given.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
+        checks.attention_masks(query, key, *masks)
+        options = given.options(query, is_causal)
         if is_causal:
             checks.causal_lengths(query, key)
-        chosen = _choose(backend, query, key, value, is_causal, reading)
-    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, powers, factor, reading)
+        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+    _check_same_call(ranks, query, key, value, query.shape[0], is_causal, options)
     if not is_causal:
-        attend = _bidirectional(chosen, reading, powers)
-        return attend(query, key, value, query_mask, key_mask, factor, reading, Exchange(ranks))
-    mask = query_mask if key_mask is None else key_mask if query_mask is None else query_mask & key_mask
-    result, _ = _causal(chosen)(query, key, value, mask, None, factor, reading, Exchange(ranks), False, powers)
-    return result
+        return _bidirectional(chosen, options)((query, key, value), masks, options, Exchange(ranks))
+    return _causal(chosen)((query, key, value), joint_mask(*masks), None, options, Exchange(ranks), False)[0]
 
 
 @_not_compiled
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: FlowState | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    variant: FlowVariant | str,
-    powers: Tensor | None,
-    backend: str | None,
-    group: Group,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, state: FlowState | None, given: Arguments
 ) -> tuple[Tensor, FlowState]:
     """See `flow_attention_recurrent`."""
-    with _told_refusals(group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, enable_gqa)
+    with _told_refusals(given.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
         checks.attention_masks(query, key, None, key_mask)
         checks.causal_lengths(query, key)
-        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, True, query)
+        options = given.options(query, True)
         if state is not None:
-            checks.state(state, query, value, reading)
-        chosen = _choose(backend, query, key, value, True, reading)
+            checks.state(state, query, value, options.variant)
+        chosen = backends.choose(given.backend, query, key, value, True, options.variant)
     packed = None if state is None else state.pack()
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
-    _check_same_call(ranks, query, key, value, query.shape[0], True, powers, factor, reading, past)
-    result, (sums, memory, scalars) = _causal(chosen)(
-        query, key, value, key_mask, packed, factor, reading, Exchange(ranks), True, powers
-    )
-    return result, FlowState(sums, memory, scalars)
+    _check_same_call(ranks, query, key, value, query.shape[0], True, options, past)
+    result, end = _causal(chosen)((query, key, value), key_mask, packed, options, Exchange(ranks), True)
+    return result, FlowState.unpack(end)
 
 
 @_not_compiled
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    variant: FlowVariant | str,
-    powers: Tensor | None,
-    backend: str | None,
-    group: Group,
-) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, given: Arguments) -> Tensor:
     """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
-    with _told_refusals(group, query) as ranks:
-        query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
+    with _told_refusals(given.group, query) as ranks:
+        query, key, value = checks.packed_inputs(query, key, value, given.enable_gqa)
         checks.cu_seqlens(query, *lengths)
-        factor, (reading, powers) = checks.scale(scale), _checked_variant(variant, powers, is_causal, query)
+        options = given.options(query, is_causal)
         (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
             query.shape[0], key.shape[0], lengths, is_causal
         )
-        chosen = _choose(backend, query, key, value, is_causal, reading)
-    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, powers, factor, reading)
+        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+    _check_same_call(ranks, query, key, value, len(starts_q), is_causal, options)
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
     exchange = Exchange(ranks)
@@ -128,8 +102,7 @@ def varlen(
         sinks, sources = _tokens(starts_q, lengths_q, whole, query), _tokens(starts_k, lengths_k, whole, key)
         bounds = _bounds(lengths_q, whole, query), _bounds(lengths_k, whole, query), *lengths[2:]
         inputs = query[sinks], key[sources], value[sources]
-        learned: dict[str, Any] = {} if powers is None else {"powers": powers}
-        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, factor, reading, **learned))
+        result = result.index_copy(0, sinks, chosen.packed(*inputs, bounds, is_causal, options))
     if cut:
         rows = torch.tensor([cut.index(i) for i in here], dtype=torch.long, device=query.device)
         exchange = Exchange(ranks, rows, len(cut))
@@ -137,20 +110,20 @@ def varlen(
         inputs = padded_q.pad(query), padded_k.pad(key), padded_k.pad(value)
         masks = padded_q.mask, padded_k.mask
         if is_causal:
-            out, _ = _causal(chosen)(*inputs, masks[0], None, factor, reading, exchange, False, powers)
+            out, _ = _causal(chosen)(inputs, masks[0], None, options, exchange, False)
         else:
-            out = _bidirectional(chosen, reading, powers)(*inputs, *masks, factor, reading, exchange)
+            out = _bidirectional(chosen, options)(inputs, masks, options, exchange)
         result = result.index_copy(0, padded_q.tokens[masks[0]], out.transpose(1, 2)[masks[0]])
     return result
 
 
-def _bidirectional(backend: backends.Backend, variant: FlowVariant, powers: Tensor | None) -> Callable[..., Tensor]:
-    """The function that computes this rank's part."""
+def _bidirectional(backend: backends.Backend, options: Options) -> Callable[..., Tensor]:
+    """The function that computes this rank's part; all backends but "triton" use that of "torch"."""
     if backend.name == "triton":
         from ..triton.bidirectional import cut
 
-        return partial(cut.attend, powers=powers)
-    return partial(renormalized.attend, powers=powers) if variant.renormalize else bidirectional.attend
+        return cut.attend
+    return renormalized.attend if options.variant.renormalize else bidirectional.attend
 
 
 def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
@@ -183,20 +156,6 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
     return PaddedSequences(torch.where(mask, start + position, 0), mask)
 
 
-def _checked_variant(
-    variant: FlowVariant | str, powers: Tensor | None, is_causal: bool, query: Tensor
-) -> tuple[FlowVariant, Tensor | None]:
-    checked = checks.variant(variant, is_causal)
-    return checked, checks.powers(powers, query, query.shape[1], checked)
-
-
-def _choose(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant
-) -> backends.Backend:
-    """The backend of a rank's part; for bidirectional attention, all backends but "triton" use "torch"."""
-    return backends.choose(backend, query, key, value, is_causal, variant)
-
-
 @contextmanager
 def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
     """Tells the other ranks if this one refuses its arguments; otherwise they would wait for it."""
@@ -216,8 +175,8 @@ def _check_same_call(
     value: Tensor,
     batch: int,
     is_causal: bool,
-    powers: Tensor | None,
-    *rest: object,
+    options: Options,
+    *rest: str,
 ) -> None:
     grad = torch.is_grad_enabled()
     tensors = ", ".join(
@@ -227,6 +186,6 @@ def _check_same_call(
     kind = "causal" if is_causal else "bidirectional"
     form = "packed" if query.dim() == 3 else "padded"
     arguments = f"{kind}, {batch} {form} sequences of {query.dtype}, {tensors}"
-    if powers is not None:
-        arguments += f", with powers{' that need a gradient' * (grad and powers.requires_grad)}"
-    check_agreement(ranks, query.device, ", ".join([arguments, *map(str, rest)]))
+    if options.powers is not None:
+        arguments += f", with powers{' that need a gradient' * (grad and options.powers.requires_grad)}"
+    check_agreement(ranks, query.device, ", ".join([arguments, str(options.scale), str(options.variant), *rest]))

@@ -9,31 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import valid_values, without_autocast
+from ..common import Inputs, Masks, Options, valid_values, without_autocast
 from ..reference import repeat_heads
 from ..torch.features import features
+from ..torch.gates import competing_flow, gate, split_powers
 from ..variant import FlowVariant
 from .bidirectional import _length_ratio, _valid
 from .causal import _Before, _LogBefore
 from .exchange import Exchange
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    variant: FlowVariant,
-    exchange: Exchange,
-    powers: Tensor | None,
-) -> Tensor:
-    """The result for this rank's queries, (B, H, N, E).
-
-    Args:
-        powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
-    """
+def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -> Tensor:
+    """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's share."""
+    (query, key, value), (query_mask, key_mask), variant = inputs, masks, options.variant
 
     def total(x: Tensor) -> Tensor:
         summed: Tensor = _Before.apply(x, exchange, True)[1]
@@ -41,8 +29,8 @@ def attend(
 
     with without_autocast(query):
         sinks, sources = (None if mask is None else mask[:, None] for mask in (query_mask, key_mask))
-        q = features(query, sinks, scale, variant)
-        k = repeat_heads(q, features(key, sources, scale, variant))
+        q = features(query, sinks, options)
+        k = repeat_heads(q, features(key, sources, options))
         v = repeat_heads(q, valid_values(value, sources))
         counts = torch.cat([_count(sinks, q), _count(sources, k)], -1)
         dim = q.shape[-1]
@@ -53,28 +41,19 @@ def attend(
         conserved_key_sum, conserved_query_sum = conserved.unbind(-2)
         conserved_incoming = _flow(q, conserved_key_sum, variant)
         conserved_outgoing = _flow(k, conserved_query_sum, variant)
-        if variant.clamp is not None:
-            conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
-        if powers is not None:
-            conserved_outgoing = conserved_outgoing * powers[0, :, None]
-
+        tau, gamma = split_powers(options.powers, axes=1)
+        bounded = competing_flow(conserved_outgoing, variant, tau)
         match variant.competition:
             case "softmax" if variant.competitors == "heads":
-                competition = conserved_outgoing.softmax(1) * (m if variant.rescale else 1)
+                competition = bounded.softmax(1) * (m if variant.rescale else 1)
             case "softmax":
-                competition = _softmax(conserved_outgoing, sources, exchange) * (m if variant.rescale else 1)
-            case "sigmoid":
-                competition = conserved_outgoing.sigmoid()
-            case "none":
-                competition = torch.ones_like(conserved_outgoing)
-        match variant.allocation:
-            case "sigmoid":
-                allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
-                allocation = allocation if powers is None else allocation ** powers[1, :, None]
-            case "softmax":
-                allocation = _softmax(conserved_incoming, sinks, exchange) * (n if variant.rescale else 1)
-            case "none":
-                allocation = torch.ones_like(conserved_incoming)
+                competition = _softmax(bounded, sources, exchange) * (m if variant.rescale else 1)
+            case kind:
+                competition = gate(bounded, kind)
+        if variant.allocation == "softmax":
+            allocation = _softmax(conserved_incoming, sinks, exchange) * (n if variant.rescale else 1)
+        else:
+            allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation, gamma)
         competing = k * _valid(competition, key_mask)[..., None]
         # Σ c k as one more column of S
         memory = total(torch.cat([competing.mT @ v, competing.sum(-2)[..., None]], -1))

@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..common import (
-    VARIANT,
-    Mask,
-    NoForwardMode,
-    State,
-    differentiate,
-    distinct,
-    empty_result,
-    is_exporting,
-    register,
-    sum_dtype,
-)
+from ..common import Mask, Masks, Options, State, empty_result, is_exporting, sum_dtype
+from ..library import VARIANT, NoForwardMode, differentiate, distinct, register
 from ..state import empty_state
 from ..variant import FlowVariant
 from .build import failure
@@ -34,6 +24,7 @@ if TYPE_CHECKING:
 MAX_DIM = 256
 SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
 _NOT_PACKED = None, None, 0, 0
+_NO_STATE = None, None, None
 _NO_GRADIENTS = (None,) * 4
 _NO_STATES: tuple[Tensor | None, ...] = (None,) * 12
 
@@ -66,53 +57,42 @@ def by_name(query: Tensor) -> bool:
     return False
 
 
-def bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
-) -> Tensor:
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     """See `flow_attention`."""
-    return _bidirectional(query, key, value, query_mask, key_mask, _NOT_PACKED, scale, variant)
+    return _bidirectional(query, key, value, masks, _NOT_PACKED, options)
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options) -> Tensor:
     """See `flow_attention`."""
-    return _causal(query, key, value, mask, (None, None, None), _NOT_PACKED, scale, variant)[0]
+    return _causal(query, key, value, mask, _NO_STATE, _NOT_PACKED, options)[0]
 
 
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, scale: float, variant: FlowVariant
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, options: Options
 ) -> tuple[Tensor, State]:
     """See `flow_attention_recurrent`."""
     if state is None:
         state = empty_state(query, value)
-    result, *rest = _causal(query, key, value, mask, state, _NOT_PACKED, scale, variant)
+    result, *rest = _causal(query, key, value, mask, state, _NOT_PACKED, options)
     return result, tuple(rest[:3])
 
 
-def packed(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     """See `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     if is_causal:
-        result = _causal(query, key, value, None, (None, None, None), lengths, scale, variant)[0]
+        result = _causal(query, key, value, None, _NO_STATE, lengths, options)[0]
     else:
-        result = _bidirectional(query, key, value, None, None, lengths, scale, variant)
+        result = _bidirectional(query, key, value, (None, None), lengths, options)
     return result[0].transpose(0, 1)
 
 
 def _bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    lengths: Sequence[Any],
-    scale: float,
-    variant: FlowVariant,
+    query: Tensor, key: Tensor, value: Tensor, masks: Masks, lengths: Sequence[Any], options: Options
 ) -> Tensor:
-    tensors = with_rows(query), with_rows(key), with_rows(value), query_mask, key_mask, *lengths[:2]
+    tensors = with_rows(query), with_rows(key), with_rows(value), *masks, *lengths[:2]
     function = _Bidirectional if torch.compiler.is_compiling() else _EagerBidirectional
-    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], scale, *variant.as_args())[0]
+    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *options.as_args())[0]
     return result
 
 
@@ -123,12 +103,11 @@ def _causal(
     mask: Mask,
     state: Sequence[Tensor | None],
     lengths: Sequence[Any],
-    scale: float,
-    variant: FlowVariant,
+    options: Options,
 ) -> tuple[Tensor, ...]:
     tensors = with_rows(query), with_rows(key), with_rows(value), mask, *state, *lengths[:2]
     function = _Causal if torch.compiler.is_compiling() else _EagerCausal
-    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], scale, *variant.as_args())
+    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *options.as_args())
     return outputs
 
 
@@ -168,7 +147,7 @@ class _Causal(torch.autograd.Function):
         pairs = zip(grad_end[:3], state, strict=True)
         grad_end = tuple(torch.zeros_like(x) if each is None and x is not None else each for each, x in pairs)
         grads = differentiate(_native_causal_backward, grad, *grad_end, *saved, *ctx.options)
-        grad_start = grads[3:] if state[0] is not None else (None, None, None)
+        grad_start = grads[3:] if state[0] is not None else _NO_STATE
         return *grads[:3], None, *grad_start, None, None, *(None for _ in ctx.options)
 
 
@@ -334,18 +313,9 @@ def _empty_rows(x: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def _empty_causal_gradients(
-    grad: Tensor,
-    grad_sums: Tensor | None,
-    grad_memory: Tensor | None,
-    grad_scalars: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    return *_empty_gradients(grad, query, key, value), *_like_state(query, rest[:3])
+def _empty_causal_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, query, key, value, _, *state = rest[:10]
+    return *_empty_gradients(grad, query, key, value), *_like_state(query, state)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"

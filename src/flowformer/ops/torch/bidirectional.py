@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, empty_result, sum_dtype, valid_values
+from ..common import Mask, Masks, Options, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
+from .gates import competing_flow, gate, split_powers
 
 MIN_BLOCKS = 4
 
@@ -38,15 +39,13 @@ class Flows(NamedTuple):
     memory: Tensor  # S = Σ kᵀ c V, (G, D, E)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, variant: FlowVariant
-) -> tuple[Tensor, Flows]:
+def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> tuple[Tensor, Flows]:
     """The result, and the flows of every head for the backward pass, (B, H, ...)."""
     result, flows = empty_result(query, value.shape[-1]), empty_flows(query, key, value)
     scratch = _scratch(query, key, value)
     for block in head_blocks(query, key, value, max(query.shape[2], key.shape[2]), MIN_BLOCKS):
-        inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-        out, parts = _block_forward(*inputs, *masks, scale, variant, scratch, block.sink_view(result))
+        inputs, own_masks = block.inputs(query, key, value), block.masks(masks)
+        out, parts = _block_forward(*inputs, own_masks, options, scratch, block.sink_view(result))
         block.write_sinks(result, out)
         for kept, part in zip(flows, parts, strict=True):
             block.write_sinks(kept, part)
@@ -54,46 +53,28 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    flows: Flows,
-    scale: float,
-    variant: FlowVariant,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masks: Masks, flows: Flows, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
     scratch = _scratch(query, key, value)
     for block in head_blocks(query, key, value, max(query.shape[2], key.shape[2]), MIN_BLOCKS):
-        inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
+        inputs, own_masks = block.inputs(query, key, value), block.masks(masks)
         parts = Flows(*(block.sinks(part) for part in flows))
         out = block.sink_view(grad_query), block.source_view(grad_key), block.source_view(grad_value)
-        grads = _block_backward(block.sinks(grad), *inputs, *masks, parts, scale, variant, scratch, out)
+        grads = _block_backward(block.sinks(grad), *inputs, own_masks, parts, options, scratch, out)
         block.write_sinks(grad_query, grads[0])
         block.write_sources(grad_key, grads[1])
         block.write_sources(grad_value, grads[2])
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def graph(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     """`forward` as one graph of plain operators without loops: for export at any length, and for autograd of variants
     that have no operator."""
-    block, query, key, value = one_block(query, key, value)
-    inputs, masks = block.inputs(query, key, value), (block.mask(query_mask), block.mask(key_mask))
-    powers = None if powers is None else powers.repeat(1, len(query))
-    flat, _ = _block_forward(*inputs, *masks, scale, variant, heads=max(query.shape[1], 1), powers=powers)
+    block, query, key, value, options = one_block(query, key, value, options)
+    inputs, heads = block.inputs(query, key, value), max(query.shape[1], 1)
+    flat, _ = _block_forward(*inputs, block.masks(masks), options, heads=heads)
     result: Tensor = flat.unflatten(0, query.shape[:2])
     return result.to(query.dtype)
 
@@ -133,23 +114,21 @@ def _block_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
+    masks: Masks,
+    options: Options,
     scratch: Callable[..., Tensor | None] = _no_scratch,
     out: Tensor | None = None,
     heads: int = 1,
-    powers: Tensor | None = None,
 ) -> tuple[Tensor, Flows]:
     """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
 
     Args:
-        heads: of each sequence; needed where heads compete, which `_block_backward` does not support.
-        powers: (2, G), likewise; nor does it support a variant with `renormalize`.
+        options: with powers (2, G), which `_block_backward` does not support, nor a variant with `renormalize`.
+        heads: of each sequence; needed where heads compete, which it does not support either.
     """
-    q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
-    k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
+    (query_mask, key_mask), (_, variant, powers) = masks, options
+    q = features(query, query_mask, options, scratch(0, *query.shape))
+    k = features(key, key_mask, options, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
     key_sum, query_sum = k.sum(-2), q.sum(-2)
     inverse_incoming = _flow(q, key_sum, variant).reciprocal_()
@@ -159,28 +138,20 @@ def _block_forward(
     conserved_incoming = _flow(q, conserved_key_sum, variant)
     conserved_outgoing = _flow(k, conserved_query_sum, variant)
 
-    if variant.clamp is not None:
-        conserved_outgoing = conserved_outgoing.clamp(-variant.clamp, variant.clamp)
-    if powers is not None:
-        conserved_outgoing = conserved_outgoing * powers[0, :, None]
+    tau, gamma = split_powers(powers, axes=1)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
-            share = conserved_outgoing.unflatten(0, (len(k) // heads, heads)).softmax(1)
+            share = bounded.unflatten(0, (len(k) // heads, heads)).softmax(1)
             competition = share.flatten(0, 1) * (m if variant.rescale else 1)
         case "softmax":
-            competition = _softmax(conserved_outgoing, key_mask, m if variant.rescale else 1)
-        case "sigmoid":
-            competition = conserved_outgoing.sigmoid()
-        case "none":
-            competition = torch.ones_like(conserved_outgoing)
-    match variant.allocation:
-        case "sigmoid":
-            allocation = (conserved_incoming * _length_ratio(n, m, variant)).sigmoid()
-            allocation = allocation if powers is None else allocation ** powers[1, :, None]
-        case "softmax":
-            allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
-        case "none":
-            allocation = torch.ones_like(conserved_incoming)
+            competition = _softmax(bounded, key_mask, m if variant.rescale else 1)
+        case kind:
+            competition = gate(bounded, kind)
+    if variant.allocation == "softmax":
+        allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
+    else:
+        allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation, gamma)
     if key_mask is not None:
         competition = competition.masked_fill(~key_mask, 0)
     if query_mask is not None:
@@ -203,17 +174,16 @@ def _block_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
+    masks: Masks,
     f: Flows,
-    scale: float,
-    variant: FlowVariant,
+    options: Options,
     scratch: _Scratch,
     out: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, written to those of `out` that are given."""
-    q = features(query, query_mask, scale, variant, scratch(0, *query.shape))
-    k = features(key, key_mask, scale, variant, scratch(1, *key.shape))
+    (query_mask, key_mask), variant = masks, options.variant
+    q = features(query, query_mask, options, scratch(0, *query.shape))
+    k = features(key, key_mask, options, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
     eps, (key_sum, query_sum, conserved_key_sum, conserved_query_sum) = variant.eps, f.sums.unbind(-2)
 
@@ -252,8 +222,8 @@ def _block_backward(
         [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(given)],
         [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum],
     )
-    grad_query = feature_gradient(grad_q, q, scale, variant, out[0])
-    return grad_query, feature_gradient(grad_k, k, scale, variant, out[1]), grad_value
+    grad_query = feature_gradient(grad_q, q, options, out[0])
+    return grad_query, feature_gradient(grad_k, k, options, out[1]), grad_value
 
 
 def _competition_gradient(given: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, sum_dtype
+from ..common import Mask, Masks, Options, sum_dtype
 
 # elements of one tensor that a block holds at most: what fits a CPU's cache, and what keeps another device busy
 BLOCK_SIZE = {"cpu": 2**19}
@@ -44,6 +44,9 @@ class HeadBlock(NamedTuple):
     def mask(self, mask: Mask) -> Tensor | None:
         """(B, N) -> (G, N)"""
         return None if mask is None else mask[self.batch].repeat_interleave(self.num_heads, 0)
+
+    def masks(self, masks: Masks) -> Masks:
+        return self.mask(masks[0]), self.mask(masks[1])
 
     def sink_view(self, x: Tensor) -> Tensor | None:
         """The sinks of x as a view, (G, ...), to write to; None if strides allow no such view."""
@@ -86,12 +89,19 @@ def head_blocks(query: Tensor, key: Tensor, value: Tensor, length: int, min_bloc
                 yield HeadBlock(slice(row, row + rows), slice(head, stop), query_heads, stop - head, member == 0)
 
 
-def one_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[HeadBlock, Tensor, Tensor, Tensor]:
-    """All heads as one block, for graphs without loops; key heads are repeated, since only a loop can share them."""
+def one_block(
+    query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[HeadBlock, Tensor, Tensor, Tensor, Options]:
+    """All heads as one block, for graphs without loops; key heads are repeated, since only a loop can share them.
+
+    So are the powers, one for each head of each sequence, (2, G).
+    """
     shared = query.shape[1] // max(key.shape[1], 1)
     if shared > 1:
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    return HeadBlock(slice(None), slice(None), slice(None), query.shape[1], True), query, key, value
+    if options.powers is not None:
+        options = Options(options.scale, options.variant, options.powers.repeat(1, len(query)))
+    return HeadBlock(slice(None), slice(None), slice(None), query.shape[1], True), query, key, value, options
 
 
 def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import Mask, Powers, State, empty_result, is_exporting, valid_values
-from ..variant import FlowVariant
+from ..common import Mask, Options, State, empty_result, is_exporting, valid_values
 from . import causal_segment
 from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
 from .causal_segment import SegmentInputs
@@ -28,7 +27,7 @@ SEGMENT = 1024  # tokens between two states that are saved for the backward pass
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, scale: float, variant: FlowVariant
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, options: Options
 ) -> tuple[Tensor, State, State]:
     """The result, the state after the last token, and the states before each segment and after the last,
     (segments + 1, B, H, ...)."""
@@ -40,17 +39,17 @@ def forward(
         for index, segment in enumerate(_segments(query)):
             for kept, part in zip(starts, carried, strict=True):
                 block.write_sinks(kept[index], part)
-            q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+            q, k, v, valid = segment.inputs(block, query, key, value, mask, options)
             if query.shape[2] == 1:
                 # here, since few callers pay for it
                 from . import decode
 
                 token = None if valid is None else valid[:, 0, 0]
-                out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant)
+                out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, options)
                 block.write_sinks(result, out)
                 continue
             inputs = SegmentInputs(q, k, v, segment.position(valid, carried), valid)
-            out, carried = causal_segment.forward(inputs, carried, variant)
+            out, carried = causal_segment.forward(inputs, carried, options)
             block.write_sinks(result[:, :, segment.tokens], segment.join(out))
         for kept, last, part in zip(end, starts, carried, strict=True):
             block.write_sinks(kept, part)
@@ -66,8 +65,7 @@ def backward(
     value: Tensor,
     mask: Mask,
     starts: State,
-    scale: float,
-    variant: FlowVariant,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of query, key and value, and that of the state before the first token."""
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
@@ -76,11 +74,11 @@ def backward(
         carried = tuple(block.sinks(part) for part in grad_end)
         for index, segment in reversed(list(enumerate(_segments(query)))):
             start = tuple(block.sinks(part[index]) for part in starts)
-            q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+            q, k, v, valid = segment.inputs(block, query, key, value, mask, options)
             g = segment.cut(valid_values(block.sinks(grad[:, :, segment.tokens]), segment.mask(block, mask)))
             inputs = SegmentInputs(q, k, v, segment.position(valid, start), valid)
-            grad_q, grad_k, grad_v, carried = causal_segment.backward(g, inputs, start, carried, variant)
-            grad_q, grad_k = feature_gradient(grad_q, q, scale, variant), feature_gradient(grad_k, k, scale, variant)
+            grad_q, grad_k, grad_v, carried = causal_segment.backward(g, inputs, start, carried, options)
+            grad_q, grad_k = feature_gradient(grad_q, q, options), feature_gradient(grad_k, k, options)
             block.write_sinks(grad_query[:, :, segment.tokens], segment.join(grad_q))
             block.write_sources(grad_key[:, :, segment.tokens], segment.join(grad_k))
             block.write_sources(grad_value[:, :, segment.tokens], segment.join(grad_v))
@@ -90,38 +88,30 @@ def backward(
 
 
 def graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, options: Options
 ) -> tuple[Tensor, State]:
     """`forward` of plain operators: for export, as one graph without loops for any length, and for autograd of variants
     that have no operator."""
-    block, query, key, value = one_block(query, key, value)
+    block, query, key, value, options = one_block(query, key, value, options)
     sums, memory, scalars = (block.sinks(part) for part in state)
     # a count has no gradient
     carried: State = (sums, memory, torch.cat([scalars[:, :1].detach(), scalars[:, 1:]], -1))
-    powers = None if powers is None else powers.repeat(1, len(query))
     results = []
     if query.shape[2] == 0:
         q, k, v = block.inputs(query, key, value)
         results.append(q @ (k.mT @ v))  # nothing, but differentiable
     whole = Segment.of(slice(None), query.shape[2], CHUNK)
     for segment in [whole] if is_exporting() else _segments(query):
-        q, k, v, valid = segment.inputs(block, query, key, value, mask, scale, variant)
+        q, k, v, valid = segment.inputs(block, query, key, value, mask, options)
         if segment.chunks * segment.chunk == 1:
             from . import decode
 
             token = None if valid is None else valid[:, 0, 0]
-            out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, variant, powers)
+            out, carried = decode.step(q[:, 0, 0], k[:, 0, 0], v[:, 0, 0], token, carried, options)
             results.append(out[:, None])
             continue
         inputs = SegmentInputs(q, k, v, segment.position(valid, carried), valid)
-        out, carried = causal_segment.forward(inputs, carried, variant, powers)
+        out, carried = causal_segment.forward(inputs, carried, options)
         results.append(segment.join(out))
     rows = query.shape[:2]
     result: Tensor = torch.cat(results, 1).unflatten(0, rows)
@@ -157,19 +147,12 @@ class Segment(NamedTuple):
         return is_exporting() or self.padding > 0
 
     def inputs(
-        self,
-        block: HeadBlock,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        scale: float,
-        variant: FlowVariant,
+        self, block: HeadBlock, query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k (G, T, C, D) as features, v (G, T, C, E), and which tokens are valid, (G, T, C), or None for all."""
         query, key, value = block.inputs(*(x[:, :, self.tokens] for x in (query, key, value)))
         mask = self.mask(block, mask)
-        q, k, v = features(query, mask, scale, variant), features(key, mask, scale, variant), valid_values(value, mask)
+        q, k, v = features(query, mask, options), features(key, mask, options), valid_values(value, mask)
         if mask is None and self.is_padded:
             mask = q.new_ones(q.shape[:2], dtype=torch.bool)
         valid = None if mask is None else F.pad(mask, (0, self.padding)).unfold(1, self.chunk, self.chunk)

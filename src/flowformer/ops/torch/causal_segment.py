@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, State, is_exporting
+from ..common import Mask, Options, State, is_exporting
 from ..variant import FlowVariant
+from .gates import competing_flow, gate, split_powers
 
 
 class SegmentInputs(NamedTuple):
@@ -47,9 +48,9 @@ class SegmentFlows(NamedTuple):
     tokens: Tensor  # how many there are after the segment, (G,)
 
 
-def _flows(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Powers = None) -> SegmentFlows:
+def _flows(inputs: SegmentInputs, state: State, options: Options) -> SegmentFlows:
     q, k, v, position, valid = inputs
-    sums, memory, scalars = state
+    variant, (sums, memory, scalars) = options.variant, state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
     products = q @ k.mT
     ones = products.new_ones(products.shape[-2:])
@@ -73,26 +74,18 @@ def _flows(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Po
     inside = (upper * inverse_incoming[..., None]).sum(-2)
     conserved_outgoing = flow(k, conserved_query_sum[:, :-1], inside, row_k, row_q * inverse_incoming, sums[:, 3])
 
-    bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
-    if powers is not None:
-        bounded = bounded * powers[0, :, None, None]
+    tau, gamma = split_powers(options.powers, axes=2)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
     running_outgoing: Tensor | None = None
     running_incoming: Tensor | None = None
-    match variant.competition:
-        case "softmax":
-            competition, running_outgoing = _running_softmax(bounded, valid, log_outgoing, count, position)
-        case "sigmoid":
-            competition = bounded.sigmoid()
-        case "none":
-            competition = torch.ones_like(bounded)
-    match variant.allocation:
-        case "sigmoid":
-            allocation = conserved_incoming.sigmoid()
-            allocation = allocation if powers is None else allocation ** powers[1, :, None, None]
-        case "softmax":
-            allocation, running_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count, position)
-        case "none":
-            allocation = torch.ones_like(conserved_incoming)
+    if variant.competition == "softmax":
+        competition, running_outgoing = _running_softmax(bounded, valid, log_outgoing, count, position)
+    else:
+        competition = gate(bounded, variant.competition)
+    if variant.allocation == "softmax":
+        allocation, running_incoming = _running_softmax(conserved_incoming, valid, log_incoming, count, position)
+    else:
+        allocation = gate(conserved_incoming, variant.allocation, gamma)
     if valid is not None:
         competition, allocation = competition.masked_fill(~valid, 0), allocation.masked_fill(~valid, 0)
 
@@ -123,9 +116,9 @@ def _flows(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Po
     )
 
 
-def forward(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: Powers = None) -> tuple[Tensor, State]:
+def forward(inputs: SegmentInputs, state: State, options: Options) -> tuple[Tensor, State]:
     """R, (G, T, C, E), and the state after the segment; powers (2, G) are for plain autograd, not for `backward`."""
-    s = _flows(inputs, state, variant, powers)
+    s = _flows(inputs, state, options)
     result = inputs.q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ inputs.v
     result *= (s.received / inputs.position)[..., None]
     logs = [
@@ -136,11 +129,11 @@ def forward(inputs: SegmentInputs, state: State, variant: FlowVariant, powers: P
 
 
 def backward(
-    grad: Tensor, inputs: SegmentInputs, state: State, grad_state: State, variant: FlowVariant
+    grad: Tensor, inputs: SegmentInputs, state: State, grad_state: State, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, State]:
     """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
     q, k, v, position, valid = inputs
-    s = _flows(inputs, state, variant)
+    variant, s = options.variant, _flows(inputs, state, options)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
     received = s.received / position

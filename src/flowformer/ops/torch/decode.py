@@ -8,15 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, State
-from ..variant import FlowVariant
+from ..common import Mask, Options, State
+from .gates import competing_flow, gate, split_powers
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, variant: FlowVariant, powers: Powers = None
-) -> tuple[Tensor, State]:
+def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, options: Options) -> tuple[Tensor, State]:
     """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
-    sums, memory, scalars = state
+    variant, (sums, memory, scalars) = options.variant, state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
     tokens = count + (1 if valid is None else valid)
     position = tokens.clamp_min(1)  # D
@@ -33,26 +31,18 @@ def step(
     conserved_totals = sums[:, 2:4] + source_and_sink * inverse.flip(-1)[..., None]
     conserved_incoming, conserved_outgoing = flows(conserved_totals).unbind(-1)
 
-    bounded = conserved_outgoing if variant.clamp is None else conserved_outgoing.clamp(-variant.clamp, variant.clamp)
-    if powers is not None:
-        bounded = bounded * powers[0]
-    match variant.competition:
-        case "softmax":
-            competition, log_outgoing = _share(bounded, log_outgoing, count, valid)
-            competition = competition * position
-        case "sigmoid":
-            competition = bounded.sigmoid()
-        case "none":
-            competition = torch.ones_like(bounded)
-    match variant.allocation:
-        case "sigmoid":
-            allocation = conserved_incoming.sigmoid()
-            allocation = allocation if powers is None else allocation ** powers[1]
-        case "softmax":
-            allocation, log_incoming = _share(conserved_incoming, log_incoming, count, valid)
-            allocation = allocation * position
-        case "none":
-            allocation = torch.ones_like(conserved_incoming)
+    tau, gamma = split_powers(options.powers, axes=0)
+    bounded = competing_flow(conserved_outgoing, variant, tau)
+    if variant.competition == "softmax":
+        share, log_outgoing = _share(bounded, log_outgoing, count, valid)
+        competition = share * position
+    else:
+        competition = gate(bounded, variant.competition)
+    if variant.allocation == "softmax":
+        share, log_incoming = _share(conserved_incoming, log_incoming, count, valid)
+        allocation = share * position
+    else:
+        allocation = gate(conserved_incoming, variant.allocation, gamma)
     if valid is not None:
         allocation = allocation.masked_fill(~valid, 0)
 

@@ -6,16 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import Mask, valid_values
-from ..variant import FlowVariant
+from ..common import Mask, Options, valid_values
 
 
-def features(x: Tensor, mask: Mask, scale: float, variant: FlowVariant, out: Tensor | None = None) -> Tensor:
+def features(x: Tensor, mask: Mask, options: Options, out: Tensor | None = None) -> Tensor:
     """φ(scale·x), contiguous, 0 where masked; written to `out` if given."""
     x = valid_values(x, mask)
-    if scale != 1:
-        x = x * scale
-    match variant.feature_map:
+    if options.scale != 1:
+        x = x * options.scale
+    match options.variant.feature_map:
         case "sigmoid":
             x = torch.sigmoid(x, out=out)
         case "elu+1":
@@ -23,19 +22,17 @@ def features(x: Tensor, mask: Mask, scale: float, variant: FlowVariant, out: Ten
         case "relu":
             x = torch.clamp_min(x, 0, out=out)
         case "relu+eps":
-            x = torch.clamp_min(x, 0, out=out).add_(variant.eps)
+            x = torch.clamp_min(x, 0, out=out).add_(options.variant.eps)
     x = x.contiguous()
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
-def feature_gradient(
-    grad: Tensor, feature: Tensor, scale: float, variant: FlowVariant, out: Tensor | None = None
-) -> Tensor:
+def feature_gradient(grad: Tensor, feature: Tensor, options: Options, out: Tensor | None = None) -> Tensor:
     """The gradient of x from that of φ(scale·x), written to `out` if given.
 
     Each derivative is a function of φ, and 0 where φ was masked to 0.
     """
-    match variant.feature_map:
+    match options.variant.feature_map:
         case "sigmoid" if out is None:
             grad = torch.ops.aten.sigmoid_backward(grad, feature)
         case "sigmoid":
@@ -45,5 +42,5 @@ def feature_gradient(
         case "relu":
             grad = torch.mul(grad, feature > 0, out=out)
         case "relu+eps":
-            grad = torch.mul(grad, feature > variant.eps, out=out)
-    return grad if scale == 1 else grad.mul_(scale)
+            grad = torch.mul(grad, feature > options.variant.eps, out=out)
+    return grad if options.scale == 1 else grad.mul_(options.scale)

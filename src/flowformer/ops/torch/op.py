@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..common import (
-    VARIANT,
-    Mask,
-    NoForwardMode,
-    Powers,
-    State,
-    differentiate,
-    distinct,
-    empty_result,
-    is_exporting,
-    register,
-    register_vmap,
-)
+from ..common import Mask, Masks, Options, State, empty_result, is_exporting
+from ..library import VARIANT, NoForwardMode, differentiate, distinct, register, register_vmap
 from ..state import empty_state
 from ..variant import FlowVariant
 from .bidirectional import Flows, empty_flows
@@ -48,72 +37,45 @@ def by_name(query: Tensor) -> bool:
     return False
 
 
-def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     """See `flow_attention`."""
-    if is_exporting() or not variant.has_operator:
+    if is_exporting() or not options.variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
-            return bidirectional_graph(query, key, value, query_mask, key_mask, scale, variant, powers)
-    tensors = query, key, value, query_mask, key_mask
-    result: Tensor = _apply(_Bidirectional, _EagerBidirectional, tensors, scale, *variant.as_args())[0]
+            return bidirectional_graph(query, key, value, masks, options)
+    tensors = query, key, value, *masks
+    result: Tensor = _apply(_Bidirectional, _EagerBidirectional, tensors, *options.as_args())[0]
     return result
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options) -> Tensor:
     """See `flow_attention`."""
-    return recurrent(query, key, value, mask, None, scale, variant, powers)[0]
+    return recurrent(query, key, value, mask, None, options)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, options: Options
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
     if state is None:
-        state = empty_state(query, value, variant)
-    if is_exporting() or not variant.has_operator:
+        state = empty_state(query, value, options.variant)
+    if is_exporting() or not options.variant.has_operator:
         with torch.autocast(query.device.type, enabled=False):
-            return causal_graph(query, key, value, mask, state, scale, variant, powers)
+            return causal_graph(query, key, value, mask, state, options)
     tensors = query, key, value, mask, *state
-    result, *rest = _apply(_Causal, _EagerCausal, tensors, scale, *variant.as_args())
+    result, *rest = _apply(_Causal, _EagerCausal, tensors, *options.as_args())
     return result, tuple(rest[:3])
 
 
-def packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     """See `flow_attention_varlen`."""
-    if is_exporting() or not variant.has_operator:
+    if is_exporting() or not options.variant.has_operator:
         # here, as in the other functions for packed sequences: every import of the package would pay for it
         from . import varlen
 
         with torch.autocast(query.device.type, enabled=False):
-            return varlen.graph(query, key, value, lengths, is_causal, scale, variant, powers)
+            return varlen.graph(query, key, value, lengths, is_causal, options)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
-    result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, scale, *variant.as_args())
+    result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, *options.as_args())[0]
     return result
 
 
@@ -129,149 +91,49 @@ def _apply(
     return eager.apply(*tensors, *options)
 
 
-# inputs and outputs of these functions are those of the operators at the end of this file
-class _Bidirectional(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _bidirectional_operator(*inputs)
-        return outputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:5], *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.options = inputs[5:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(_bidirectional_backward_operator, grads[0], *ctx.saved_tensors, *ctx.options)
-        return *grads, None, None, *(None for _ in ctx.options)
-
-
-class _Causal(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _causal_operator(*inputs)
-        return outputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:4], *output[4:])
-        ctx.mark_non_differentiable(*output[4:])
-        ctx.options = inputs[7:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(_causal_backward_operator, *grads[:4], *ctx.saved_tensors, *ctx.options)
-        return *grads[:3], None, *grads[3:], *(None for _ in ctx.options)
-
-
-class _Packed(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        result: Tensor = _packed_operator(*inputs)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.options = inputs[5:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grads = differentiate(_packed_backward_operator, grads[0], *ctx.saved_tensors, *ctx.options)
-        return *grads, None, None, *(None for _ in ctx.options)
-
-
-class _EagerBidirectional(NoForwardMode, _Bidirectional):
-    pass
-
-
-class _EagerCausal(NoForwardMode, _Causal):
-    pass
-
-
-class _EagerPacked(NoForwardMode, _Packed):
-    pass
-
-
 def _bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, scale: float, *variant: Any
+    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *options: Any
 ) -> tuple[Tensor, ...]:
-    result, flows = bidirectional_forward(query, key, value, query_mask, key_mask, scale, FlowVariant(*variant))
+    result, flows = bidirectional_forward(query, key, value, (query_mask, key_mask), _options(*options))
     return result, *flows
 
 
-def _bidirectional_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    flows, scale, variant = Flows(*rest[:6]), rest[6], FlowVariant(*rest[7:])
-    return bidirectional_backward(grad, query, key, value, query_mask, key_mask, flows, scale, variant)
+def _bidirectional_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    masks, flows, options = (rest[0], rest[1]), Flows(*rest[2:8]), _options(*rest[8:])
+    return bidirectional_backward(grad, query, key, value, masks, flows, options)
 
 
-def _causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    sums: Tensor,
-    memory: Tensor,
-    scalars: Tensor,
-    scale: float,
-    *variant: Any,
-) -> tuple[Tensor, ...]:
-    state = sums, memory, scalars
-    result, end, starts = causal_forward(query, key, value, mask, state, scale, FlowVariant(*variant))
+def _causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: Any) -> tuple[Tensor, ...]:
+    state, options = rest[:3], _options(*rest[3:])
+    result, end, starts = causal_forward(query, key, value, mask, state, options)
     return result, *end, *starts
 
 
 def _causal_backward(
-    grad: Tensor,
-    grad_sums: Tensor,
-    grad_memory: Tensor,
-    grad_scalars: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    *rest: Any,
+    grad: Tensor, grad_sums: Tensor, grad_memory: Tensor, grad_scalars: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    grad_end, starts, scale, variant = (grad_sums, grad_memory, grad_scalars), rest[:3], rest[3], FlowVariant(*rest[4:])
-    *grads, grad_start = causal_backward(grad, grad_end, query, key, value, mask, starts, scale, variant)
+    grad_end, (query, key, value, mask) = (grad_sums, grad_memory, grad_scalars), rest[:4]
+    starts, options = rest[4:7], _options(*rest[7:])
+    *grads, grad_start = causal_backward(grad, grad_end, query, key, value, mask, starts, options)
     return *grads, *grad_start
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    scale: float,
-    *variant: Any,
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     from . import varlen
 
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return varlen.forward(query, key, value, lengths, is_causal, scale, FlowVariant(*variant))
+    lengths, is_causal, options = rest[:4], rest[4], _options(*rest[5:])
+    return varlen.forward(query, key, value, lengths, is_causal, options)
 
 
-def _packed_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _packed_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     from . import varlen
 
-    lengths, is_causal, scale, variant = rest[:4], rest[4], rest[5], FlowVariant(*rest[6:])
-    return varlen.backward(grad, query, key, value, lengths, is_causal, scale, variant)
+    lengths, is_causal, options = rest[:4], rest[4], _options(*rest[5:])
+    return varlen.backward(grad, query, key, value, lengths, is_causal, options)
+
+
+def _options(scale: float, *variant: Any) -> Options:
+    return Options(scale, FlowVariant(*variant))
 
 
 def _fake_bidirectional(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -289,15 +151,9 @@ def _fake_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 def _fake_causal_backward(
-    grad: Tensor,
-    grad_sums: Tensor,
-    grad_memory: Tensor,
-    grad_scalars: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *_: Any,
+    grad: Tensor, grad_sums: Tensor, grad_memory: Tensor, grad_scalars: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    query, key, value = rest[:3]
     return tuple(torch.empty_like(x) for x in (query, key, value, grad_sums, grad_memory, grad_scalars))
 
 
@@ -361,3 +217,59 @@ register_vmap("causal_backward", (0,) * 8 + (1,) * 3, (0,) * 6)
 # packed tokens have no batch: the mapped dimension is merged with the heads, which all have the same lengths
 register_vmap("packed", (1, 1, 1, None, None), (1,))
 register_vmap("packed_backward", (1, 1, 1, 1, None, None), (1, 1, 1))
+
+
+def _differentiable(
+    operator: Callable[..., tuple[Tensor, ...]], backward_operator: Callable[..., Any], saved: int, results: int = 1
+) -> Any:
+    """The three methods of an autograd function with the inputs and outputs of an operator.
+
+    Args:
+        saved: how many inputs the backward operator takes. The parts of a state may follow, then options.
+        results: how many outputs have gradients: the result and the parts of a state. The others are saved.
+    """
+
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return operator(*inputs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:saved], *output[results:])
+        ctx.mark_non_differentiable(*output[results:])
+        ctx.options = inputs[saved + results - 1 :]
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = differentiate(backward_operator, *grads[:results], *ctx.saved_tensors, *ctx.options)
+        return *found[:3], *(None for _ in range(saved - 3)), *found[3:], *(None for _ in ctx.options)
+
+    return staticmethod(forward), staticmethod(setup_context), staticmethod(backward)
+
+
+class _Bidirectional(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward = _differentiable(
+        _bidirectional_operator, _bidirectional_backward_operator, saved=5
+    )
+
+
+class _Causal(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward = _differentiable(_causal_operator, _causal_backward_operator, saved=4, results=4)
+
+
+class _Packed(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward = _differentiable(
+        lambda *inputs: (_packed_operator(*inputs),), _packed_backward_operator, saved=5
+    )
+
+
+class _EagerBidirectional(NoForwardMode, _Bidirectional):
+    pass
+
+
+class _EagerCausal(NoForwardMode, _Causal):
+    pass
+
+
+class _EagerPacked(NoForwardMode, _Packed):
+    pass

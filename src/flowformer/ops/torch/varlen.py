@@ -14,71 +14,52 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, is_exporting
+from ..common import Mask, Options, is_exporting
 from ..state import empty_state
-from ..variant import FlowVariant
 from ..varlen import Lengths, PaddedSequences, starts_and_lengths
 from . import bidirectional, causal
 
 GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has more
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, scale: float, variant: FlowVariant
-) -> Tensor:
+def forward(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     def attend(q: Tensor, k: Tensor, v: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
         if is_causal:
-            return causal.forward(q, k, v, query_mask, empty_state(q, v), scale, variant)[0]
-        return bidirectional.forward(q, k, v, query_mask, key_mask, scale, variant)[0]
+            return causal.forward(q, k, v, query_mask, empty_state(q, v), options)[0]
+        return bidirectional.forward(q, k, v, (query_mask, key_mask), options)[0]
 
     return _by_groups(query, key, value, _groups(query, key, lengths, is_causal), attend)
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for group in _groups(query, key, lengths, is_causal):
         g, q = group.sinks.pad(grad), group.sinks.pad(query)
         k, v = group.sources.pad(key), group.sources.pad(value)
         if is_causal:
-            _, end, starts = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), scale, variant)
+            _, end, starts = causal.forward(q, k, v, group.sinks.mask, empty_state(q, v), options)
             no_grad = tuple(torch.zeros_like(part) for part in end)
-            grad_q, grad_k, grad_v, _ = causal.backward(g, no_grad, q, k, v, group.sinks.mask, starts, scale, variant)
+            grad_q, grad_k, grad_v, _ = causal.backward(g, no_grad, q, k, v, group.sinks.mask, starts, options)
         else:
             masks = group.sinks.mask, group.sources.mask
-            _, flows = bidirectional.forward(q, k, v, *masks, scale, variant)
-            grad_q, grad_k, grad_v = bidirectional.backward(g, q, k, v, *masks, flows, scale, variant)
+            _, flows = bidirectional.forward(q, k, v, masks, options)
+            grad_q, grad_k, grad_v = bidirectional.backward(g, q, k, v, masks, flows, options)
         group.sinks.unpad(grad_q, grads[0])
         group.sources.unpad(grad_k, grads[1])
         group.sources.unpad(grad_v, grads[2])
     return grads
 
 
-def graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers,
-) -> Tensor:
+def graph(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     """`forward` of plain operators: for export, as one graph that depends on no length, and for autograd of variants
     that have no operator."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
         if is_causal:
-            return causal.graph(q, k, v, query_mask, empty_state(q, v, variant), scale, variant, powers)[0]
-        return bidirectional.graph(q, k, v, query_mask, key_mask, scale, variant, powers)
+            return causal.graph(q, k, v, query_mask, empty_state(q, v, options.variant), options)[0]
+        return bidirectional.graph(q, k, v, (query_mask, key_mask), options)
 
     if not is_exporting():
         return _by_groups(query, key, value, _groups(query, key, lengths, is_causal), attend)

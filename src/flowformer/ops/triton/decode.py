@@ -14,23 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common import Mask, Powers, State, empty_result, register
-from ..variant import FlowVariant
+from ..common import Mask, Options, Powers, State, empty_result
+from ..library import register
 from .decode_kernel import decode_kernel
 from .launch import Argument, Kernel
-from .plan import OPTIONS, Plan, Signatures, contiguous, options_of, plan_of, variant_of
+from .plan import OPTIONS, Plan, Signatures, contiguous, flat_options, plan_of, variant_of
 
 
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: State,
-    scale: float,
-    variant: FlowVariant,
-    mask: Mask = None,
-    powers: Powers = None,
-) -> Tensor:
+def decode(query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, options: Options) -> Tensor:
     """The result (B, H, 1, E) of one more token. The state is updated in place, except in rows where mask is False.
 
     Not differentiable. The tensors of the state must be contiguous, since they are updated in place.
@@ -39,8 +30,8 @@ def decode(
         raise ValueError(f"decode takes one token a call, got {query.shape[2]}; pass several to causal with the state.")
     if not all(part.is_contiguous() for part in state):
         raise ValueError("decode changes the state in place, so its tensors must be contiguous; pass state.clone().")
-    options = options_of(scale, variant)
-    result: Tensor = torch.ops.flowformer.triton_decode(query, key, value, mask, powers, *state, *options)
+    tensors = query, key, value, mask, options.powers, *state
+    result: Tensor = torch.ops.flowformer.triton_decode(*tensors, *flat_options(options))
     return result
 
 
@@ -49,7 +40,7 @@ class DecodePlan(Plan):
 
     Args:
         tensors: the signatures of query, key, value, mask, powers, result, and of the three tensors of the state.
-        options: what `options_of` returns.
+        options: what `flat_options` returns.
     """
 
     def __init__(self, tensors: Signatures, device: torch.device, *options: Any) -> None:

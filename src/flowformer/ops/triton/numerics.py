@@ -50,3 +50,9 @@ def add_logs(a, b, FAST: tl.constexpr):
     if FAST:
         return fast_log_add(a, b)
     return log_add(a, b)
+
+
+@triton.jit
+def decay(log, later):
+    """exp(log − later), at most 1: over 10⁶ tokens a running logarithm may decrease by rounding."""
+    return tl.exp(tl.minimum(log - later, 0.0))

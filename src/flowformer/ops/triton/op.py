@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..common import Mask, Powers, State, is_exporting
+from ..common import Mask, Masks, Options, State, is_exporting
 from ..variant import FlowVariant
 from .hardware import MAX_DIM, is_hopper
 
@@ -57,60 +57,33 @@ def by_name(query: Tensor) -> bool:
     return query.device.type != "cuda"
 
 
-def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     """See `flow_attention`."""
     from .bidirectional.op import bidirectional
 
-    return bidirectional(query, key, value, query_mask, key_mask, scale, variant, powers)
+    return bidirectional(query, key, value, masks, options)
 
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
-) -> Tensor:
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options) -> Tensor:
     """See `flow_attention`."""
     from .causal.op import causal
 
-    return causal(query, key, value, mask, scale, variant, powers)
+    return causal(query, key, value, mask, options)
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, options: Options
 ) -> tuple[Tensor, State]:
     """See `flow_attention_recurrent`."""
     from .causal.op import recurrent
 
-    return recurrent(query, key, value, mask, state, scale, variant, powers)
+    return recurrent(query, key, value, mask, state, options)
 
 
-def packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    is_causal: bool,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     """See `flow_attention_varlen`."""
     if is_causal:
         from .causal.op import packed
     else:
         from .bidirectional.op import packed
-    return packed(query, key, value, lengths, scale, variant, powers)
+    return packed(query, key, value, lengths, options)

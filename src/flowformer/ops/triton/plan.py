@@ -14,7 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..common import VARIANT
+from ..common import Options
+from ..library import VARIANT
 from ..variant import FlowVariant
 from .launch import Launches
 
@@ -33,15 +34,15 @@ class Tuning(NamedTuple):
     eye: bool = True  # whether tokens are loaded through a product with the identity, see `blocks.load_features`
 
 
-Options = tuple[Any, ...]  # of `options_of`: the scale, then the fields of a FlowVariant
+FlatOptions = Sequence[Any]  # of `flat_options`: the scale, then the fields of a FlowVariant
 
 
-def options_of(scale: float, variant: FlowVariant) -> Options:
+def flat_options(options: Options) -> FlatOptions:
     """The scalar arguments at the end of every operator's schema: `OPTIONS`."""
-    return scale, *variant.as_args(), variant.renormalize
+    return *options.as_args(), options.variant.renormalize
 
 
-def variant_of(options: Options) -> FlowVariant:
+def variant_of(options: FlatOptions) -> FlowVariant:
     *fields, renormalize = options[1:]
     return replace(FlowVariant(*fields), renormalize=renormalize)
 

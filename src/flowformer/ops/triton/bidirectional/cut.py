@@ -9,17 +9,18 @@ Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E), masks (B
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common import Mask, Powers, differentiate, empty_result, without_autocast
+from ...common import Inputs, Masks, Options, empty_result, without_autocast
+from ...library import differentiate
 from ...variant import FlowVariant
-from ..plan import contiguous, dense, empty, options_of, plan_of, variant_of
+from ..plan import FlatOptions, dense, empty, flat_options, plan_of, variant_of
 from ..precision import float32_precision
 from ..stages import Exchange, Stages
+from .op import Extras
 from .plan import BidirectionalPlan
 from .records import CONSERVED_KEY_SUM, CONSERVED_QUERY_SUM, KEY_SUM, MASS, QUERY_SUM, REFERENCE, SOURCES, record_size
 
@@ -92,26 +93,16 @@ class Records:
             part[:, :, :1] = total[:, :, None]
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    exchange: Exchange,
-    powers: Powers,
-) -> Tensor:
+def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -> Tensor:
     """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's share."""
-    leaves = query, key, value, powers
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    inputs = query, key, value, query_mask, key_mask, powers, exchange, keep, *options_of(scale, variant)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, options.powers))
+    extras = Extras(*masks, None, None, options.powers)
+    arguments = *inputs, *extras, exchange, keep, *flat_options(options)
     if keep:
-        result: Tensor = _Attend.apply(*inputs)
+        result: Tensor = _Attend.apply(*arguments)
         return result
-    with without_autocast(query):
-        return _forward(*inputs)[0]
+    with without_autocast(inputs[0]):
+        return _forward(*arguments)[0]
 
 
 class _Attend(torch.autograd.Function):
@@ -119,32 +110,22 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         with without_autocast(inputs[0]):
             result, kept = _forward(*inputs)
-        ctx.save_for_backward(*inputs[:6], kept)
-        ctx.exchange, ctx.options = inputs[6], inputs[8:]
+        ctx.save_for_backward(*inputs[:8], kept)
+        ctx.exchange, ctx.options = inputs[8], inputs[10:]
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         with without_autocast(grad):
             *grads, of_powers = differentiate(_backward, grad, *ctx.saved_tensors, ctx.exchange, *ctx.options)
-        has_powers = ctx.saved_tensors[5] is not None
-        return *grads, None, None, of_powers if has_powers else None, None, None, *(None for _ in ctx.options)
+        powers = of_powers if ctx.saved_tensors[7] is not None else None
+        return *grads, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    powers: Powers,
-    exchange: Exchange,
-    keep: bool,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    extras, exchange, keep, options = Extras(*rest[:5]).contiguous(), rest[5], rest[6], rest[7:]
     query, key, value, variant = dense(query), dense(key), dense(value), variant_of(options)
     result = empty_result(query, value.shape[3])
-    extras = contiguous(query_mask), contiguous(key_mask), None, None, contiguous(powers)
     plan = _plan((query, key, value, result), extras, keep, options)
     sizes = [0, 0] if plan is None else plan.forward_scratch
     kept, scratch = empty([] if plan is None else plan.kept, query.device), empty(sizes, query.device)
@@ -157,28 +138,17 @@ def _forward(
     next(run)
     records.add_others(exchange, records.vectors(CONSERVED_KEY_SUM, 2))
     next(run)
-    records.merge_memory(exchange, variant, powers is not None)
+    records.merge_memory(exchange, variant, extras.powers is not None)
     next(run)
     return result, kept
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    powers: Powers,
-    kept: Tensor,
-    exchange: Exchange,
-    *options: Any,
-) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and powers; without powers the last is empty."""
+    extras, kept, exchange, options = Extras(*rest[:5]).contiguous(), rest[5], rest[6], rest[7:]
     grads = [torch.empty_like(x) for x in (query, key, value)]
     outs = [dense(x) for x in grads]
     tensors = *(dense(x) for x in (query, key, value, grad)), *outs
-    extras = contiguous(query_mask), contiguous(key_mask), None, None, contiguous(powers)
     plan = _plan(tensors, extras, True, options)
     sizes = [0] * 9 if plan is None else plan.backward_scratch
     scratch = empty(sizes, query.device)
@@ -195,15 +165,13 @@ def _backward(
     records.add_others(exchange, records.vectors(KEY_SUM, 1))
     next(run)
     grad_powers = of_powers[:0]
-    if powers is not None:
+    if extras.powers is not None:
         parts = of_powers[: 2 * records.all.shape[:3].numel()]
         grad_powers = parts.view(*records.all.shape[:3], 2).sum((0, 2)).t().contiguous()
     return *(x if x is out else x.copy_(out) for x, out in zip(grads, outs, strict=True)), grad_powers
 
 
-def _plan(
-    tensors: tuple[Tensor, ...], extras: tuple[Tensor | None, ...], keep: bool, options: Sequence[Any]
-) -> CutPlan | None:
+def _plan(tensors: tuple[Tensor, ...], extras: Extras, keep: bool, options: FlatOptions) -> CutPlan | None:
     """None if this rank has no sequence: it launches nothing, but must take part in the exchanges."""
     query, key = tensors[:2]
     if not query.shape[0] * query.shape[1]:

@@ -8,67 +8,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...common import Mask, Powers, differentiate, distinct, empty_result, register
-from ...variant import FlowVariant
+from ...common import Mask, Masks, Options, Powers, empty_result
+from ...library import differentiate, distinct, register
 from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
-from ..plan import OPTIONS, contiguous, dense, empty, options_of, plan_of, variant_of
+from ..plan import OPTIONS, FlatOptions, contiguous, dense, empty, flat_options, plan_of, variant_of
 from ..precision import float32_precision
 from .plan import BidirectionalPlan, kept_sizes
 
 
-def bidirectional(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+class Extras(NamedTuple):
+    """The tensors that a call need not have, in the order of the operators."""
+
+    query_mask: Mask
+    key_mask: Mask
+    query_bounds: Bounds
+    key_bounds: Bounds
+    powers: Powers
+
+    def contiguous(self) -> Extras:
+        masks = contiguous(self.query_mask), contiguous(self.key_mask)
+        return Extras(*masks, self.query_bounds, self.key_bounds, contiguous(self.powers))
+
+
+def bidirectional(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
     """R, (B, H, N, E), in the memory order of the query; see `flow_attention`."""
-    longest = max(query.shape[2], key.shape[2])
-    return _apply(query, key, value, query_mask, key_mask, None, None, longest, scale, variant, powers)
+    extras = Extras(*masks, None, None, options.powers)
+    return _apply(query, key, value, extras, max(query.shape[2], key.shape[2]), options)
 
 
-def packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: Options) -> Tensor:
     """R of packed sequences, (T, H, E); see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    result = _apply(query, key, value, None, None, *lengths[:2], max(lengths[2:]), scale, variant, powers)
-    return result[0].transpose(0, 1)
+    extras = Extras(None, None, *lengths[:2], options.powers)
+    return _apply(query, key, value, extras, max(lengths[2:]), options)[0].transpose(0, 1)
 
 
-def _apply(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    query_bounds: Bounds,
-    key_bounds: Bounds,
-    longest: int,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers,
-) -> Tensor:
-    leaves = query, key, value, powers
+def _apply(query: Tensor, key: Tensor, value: Tensor, extras: Extras, longest: int, options: Options) -> Tensor:
+    leaves = query, key, value, extras.powers
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    tensors = distinct(query, key, value, query_mask, key_mask, query_bounds, key_bounds, powers)
-    inputs = *tensors, longest, keep, *options_of(scale, variant)
+    inputs = *distinct(query, key, value, *extras), longest, keep, *flat_options(options)
     result: Tensor = _Bidirectional.apply(*inputs) if keep else _triton_bidirectional(*inputs)[0]
     return result
 
@@ -91,33 +75,22 @@ class _Bidirectional(torch.autograd.Function):
         return *found, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    query_bounds: Bounds,
-    key_bounds: Bounds,
-    powers: Powers,
-    longest: int,
-    keep: bool,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The result and, if `keep`, what the backward pass needs."""
-    if query_bounds is not None and key_bounds is not None:
-        lengths = query_bounds, key_bounds, longest, longest
+    extras, longest, keep, options = Extras(*rest[:5]).contiguous(), rest[5], rest[6], rest[7:]
+    bounds = extras.query_bounds
+    if bounds is not None and extras.key_bounds is not None:
+        lengths = bounds, extras.key_bounds, longest, longest
         check_bounds(query.shape[2], key.shape[2], lengths, is_causal=False)
     query, key, value = dense(query), dense(key), dense(value)
     result = empty_result(query, value.shape[-1])
-    is_empty = _is_empty(query, value, query_bounds)
-    if is_empty or query_bounds is not None:
+    is_empty = _is_empty(query, value, bounds)
+    if is_empty or bounds is not None:
         # kernels do not write tokens that belong to no sequence
         result.zero_()
     if is_empty:
-        return result, _empty_kept(query, key, value, query_bounds, keep, options)
+        return result, _empty_kept(query, key, value, bounds, keep, options)
 
-    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds, contiguous(powers)
     plan = _plan((query, key, value, result), extras, longest, keep, options)
     kept, scratch = empty(plan.kept, query.device), empty(plan.forward_scratch, query.device)
     ahead = functools.partial(_backward_kernels, query, key, value, result, kept, extras, longest, options)
@@ -131,9 +104,9 @@ def _backward_kernels(
     value: Tensor,
     result: Tensor,
     kept: Tensor,
-    extras: tuple[Tensor | None, ...],
+    extras: Extras,
     longest: int,
-    options: Any,
+    options: FlatOptions,
 ) -> Iterator[Kernel]:
     """The kernels of the backward pass, assuming that each gradient has the strides of its tensor."""
     tensors = query, key, value, result, query, key, value
@@ -142,27 +115,15 @@ def _backward_kernels(
     return plan.backward(*arguments((*tensors, *extras, kept, scratch)))
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_mask: Mask,
-    key_mask: Mask,
-    query_bounds: Bounds,
-    key_bounds: Bounds,
-    powers: Powers,
-    kept: Tensor,
-    longest: int,
-    *options: Any,
-) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and powers; without powers the last is empty."""
-    grads = [(torch.empty_like if query_bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
-    if _is_empty(query, value, query_bounds):
+    extras, kept, longest, options = Extras(*rest[:5]).contiguous(), rest[5], rest[6], rest[7:]
+    bounds, powers = extras.query_bounds, extras.powers
+    grads = [(torch.empty_like if bounds is None else torch.zeros_like)(x) for x in (query, key, value)]
+    if _is_empty(query, value, bounds):
         return *(x.zero_() for x in grads), _empty_powers(query, powers).zero_()
     outs = [dense(x) for x in grads]
     tensors = *(dense(x) for x in (query, key, value, grad)), *outs
-    extras = contiguous(query_mask), contiguous(key_mask), query_bounds, key_bounds, contiguous(powers)
     plan = _plan(tensors, extras, longest, True, options)
     scratch = empty(plan.backward_scratch, query.device)
     plan.launches((*tensors, *extras, kept, scratch), plan.backward)
@@ -179,7 +140,7 @@ def _empty_powers(query: Tensor, powers: Powers) -> Tensor:
 
 
 def _plan(
-    tensors: tuple[Tensor, ...], extras: tuple[Tensor | None, ...], longest: int, keep: bool, options: tuple[Any, ...]
+    tensors: tuple[Tensor, ...], extras: Extras, longest: int, keep: bool, options: FlatOptions
 ) -> BidirectionalPlan:
     precision = float32_precision() if tensors[0].dtype == torch.float32 else None
     return plan_of(BidirectionalPlan, (*tensors, *extras), longest, keep, precision, *options)
@@ -190,7 +151,7 @@ def _is_empty(query: Tensor, value: Tensor, bounds: Bounds) -> bool:
     return not (query.numel() and value.numel() and (bounds is None or bounds.shape[0] > 1))
 
 
-def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool, options: Any) -> Tensor:
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep: bool, options: FlatOptions) -> Tensor:
     (batch, heads, sinks, dim), sources = query.shape, key.shape[2]
     records = heads * (batch if bounds is None else bounds.shape[0] - 1)
     renormalize = variant_of(options).renormalize
@@ -199,12 +160,13 @@ def _empty_kept(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, keep:
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, _, query_bounds, _, _, _, keep, *options = rest
-    return empty_result(query, value.shape[-1]), _empty_kept(query, key, value, query_bounds, keep, options)
+    extras, keep, options = Extras(*rest[:5]), rest[6], rest[7:]
+    kept = _empty_kept(query, key, value, extras.query_bounds, keep, options)
+    return empty_result(query, value.shape[-1]), kept
 
 
 def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(x) for x in (query, key, value)), _empty_powers(query, rest[4])
+    return *(torch.empty_like(x) for x in (query, key, value)), _empty_powers(query, Extras(*rest[:5]).powers)
 
 
 _INPUTS = (

@@ -41,40 +41,22 @@ def _table(*rows: tuple[Any, ...]) -> dict[str, Tuning]:
     return {name: Tuning(row[1], row[2], row[0], *row[3:]) for name, row in zip(KERNELS, rows, strict=True)}
 
 
-# by the larger of the two head dimensions: the first entry that is large enough
+# by the larger of the two head dimensions, the first entry that is large enough: forward kernels, then backward kernels
 HALF = {
     16: _table(
-        (256, 4, 1, False),
-        (256, 4, 1, False),
-        (64, 4, 3),
-        (128, 4, 3),
-        (256, 4, 3),
-        (128, 4, 3),
-        (128, 4, 2),
-        (128, 4, 3),
+        (256, 4, 1, False), (256, 4, 1, False), (64, 4, 3), (128, 4, 3),
+        (256, 4, 3), (128, 4, 3), (128, 4, 2), (128, 4, 3),
     ),
     64: _table(
-        (32, 4, 3, False),
-        (64, 4, 3),
-        (64, 4, 3),
-        (128, 4, 3),
-        (64, 4, 3),
-        (64, 4, 3),
-        (64, 4, 3),
-        (64, 4, 3),
+        (32, 4, 3, False), (64, 4, 3), (64, 4, 3), (128, 4, 3),
+        (64, 4, 3), (64, 4, 3), (64, 4, 3), (64, 4, 3),
     ),
     128: _table(
-        (64, 4, 3, False),
-        (64, 4, 3, False),
-        (128, 8, 2),
-        (128, 8, 3),
-        (64, 8, 1),
-        (64, 8, 3),
-        (64, 8, 3),
-        (64, 8, 1),
+        (64, 4, 3, False), (64, 4, 3, False), (128, 8, 2), (128, 8, 3),
+        (64, 8, 1), (64, 8, 3), (64, 8, 3), (64, 8, 1),
     ),
     256: _table((32, 4, 1), (32, 4, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1), (32, 8, 1)),
-}
+}  # fmt: skip
 # float32 takes twice the registers and shared memory
 TF32 = {
     64: _table(*[(32, 4, 1)] * len(KERNELS)),
@@ -105,7 +87,7 @@ class BidirectionalPlan(Plan):
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
         float32_precision: see `precision.py`; None for other dtypes.
-        options: what `options_of` returns.
+        options: what `flat_options` returns.
     """
 
     is_cut = False  # whether the tokens are one rank's part of a sequence: then no segment is a whole head

@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from ..launch import kernel
-from ..numerics import clamped
+from ..numerics import clamped, decay
 from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt
 from .chunks import (
     combine_decay,
     competing_gradient,
-    decay,
     inside_of,
     load_count,
     load_features,

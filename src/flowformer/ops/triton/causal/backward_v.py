@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 
 from ..launch import kernel
-from ..numerics import add_logs, clamped, sigmoid
+from ..numerics import add_logs, clamped, decay, sigmoid
 from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
 from .chunks import (
     combine_decay,
     competing_gradient,
-    decay,
     inside_of,
     load_count,
     load_features,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..features import rounded_features
-from ..numerics import LOG_ZERO, add_logs, fast_log_add, log_add, sigmoid
+from ..numerics import LOG_ZERO, add_logs, decay, fast_log_add, log_add, sigmoid
 from ..powers import competing_flow, raised_allocation
 from ..precision import cast_for, dot_nn, operand
 from .columns import operand_columns, pick
@@ -252,12 +252,6 @@ def load_weights(p_flow, plane, keep, RENORMALIZE: tl.constexpr):
 def competing_gradient(p_flow, plane, keep, overlap):
     """dW = −⟨dR, R⟩/W, 0 where masked."""
     return -overlap * tl.load(p_flow + INVERSE_COMPETING * plane, mask=keep, other=0.0)
-
-
-@triton.jit
-def decay(log, later):
-    """exp(log − later), at most 1: over 10⁶ tokens a running logarithm may decrease by rounding."""
-    return tl.exp(tl.minimum(log - later, 0.0))
 
 
 @triton.jit

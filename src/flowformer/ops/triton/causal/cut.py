@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import Mask, Powers, State, differentiate, empty_result, without_autocast
+from ...common import Inputs, Mask, Options, Powers, State, empty_result, without_autocast
+from ...library import differentiate
 from ...state import empty_state, num_sums
-from ...variant import FlowVariant
 from ..launch import Argument
 from ..numerics import LOG_ZERO
-from ..plan import contiguous, dense, empty, options_of, plan_of, variant_of
+from ..plan import contiguous, dense, empty, flat_options, plan_of, variant_of
 from ..stages import Exchange, Stages
 from .op import add_shared, key_gradients, positions_of, powers_gradient, state_views
 from .plan import CausalPlan, state_sizes
@@ -95,35 +95,26 @@ def _add(joined: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    exchange: Exchange,
-    with_end: bool,
-    powers: Powers,
+    inputs: Inputs, mask: Mask, state: State | None, options: Options, exchange: Exchange, with_end: bool
 ) -> tuple[Tensor, State]:
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
         state: before the first token of the first rank, the same on every rank; None is an empty state. Its gradient
             is computed on the first rank, and is 0 on the others.
+        options: the gradient of the powers is this rank's share.
         with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
-        powers: (2, H), as for `flow_attention`; its gradient is this rank's share.
     """
-    leaves = query, key, value, *((None, None, None) if state is None else state), powers
+    leaves = *inputs, *((None, None, None) if state is None else state), options.powers
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     # without tokens there is nothing to mask, and the kernels would read the last position
-    mask = mask if query.shape[2] else None
-    inputs = *leaves, mask, exchange, keep, with_end, *options_of(scale, variant)
+    mask = mask if inputs[0].shape[2] else None
+    arguments = *leaves, mask, exchange, keep, with_end, *flat_options(options)
     if keep:
-        result, *end = _Attend.apply(*inputs)
+        result, *end = _Attend.apply(*arguments)
         return result, tuple(end)
-    with without_autocast(query):
-        result, end, _ = _forward(*inputs)
+    with without_autocast(inputs[0]):
+        result, end, _ = _forward(*arguments)
     return result, tuple(end)
 
 

@@ -16,58 +16,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import Mask, Powers, State, differentiate, distinct, empty_result, register
+from ...common import Mask, Options, Powers, State, empty_result
+from ...library import differentiate, distinct, register
 from ...state import empty_state, num_sums
-from ...variant import FlowVariant
 from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
-from ..plan import OPTIONS, contiguous, dense, empty, options_of, plan_of, variant_of
+from ..plan import OPTIONS, FlatOptions, contiguous, dense, empty, flat_options, plan_of, variant_of
 from .plan import CausalPlan, config, kept_sizes, powers_size, segment_count, state_sizes
 
+_NOT_PACKED = None, None
 
-def causal(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, variant: FlowVariant, powers: Powers = None
-) -> Tensor:
+
+def causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, options: Options) -> Tensor:
     """The result; see `flow_attention`."""
-    return _apply(query, key, value, mask, None, None, query.shape[2], None, scale, variant, powers)[0]
+    return _apply(query, key, value, mask, _NOT_PACKED, query.shape[2], None, options)[0]
 
 
 def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State | None, options: Options
 ) -> tuple[Tensor, State]:
     """The result and the state after the last token; see `flow_attention_recurrent`."""
-    if query.shape[2] == 1 and not _needs_gradients(query, key, value, powers, *(state or ())):
-        parts = empty_state(query, value, variant) if state is None else state
+    if query.shape[2] == 1 and not _needs_gradients(query, key, value, options.powers, *(state or ())):
+        parts = empty_state(query, value, options.variant) if state is None else state
         sums, memory, scalars = (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        result = decode(query, key, value, (sums, memory, scalars), scale, variant, mask, powers)
+        result = decode(query, key, value, mask, (sums, memory, scalars), options)
         return result, (sums, memory, scalars)
-    result, end, _ = _apply(query, key, value, mask, None, None, query.shape[2], state, scale, variant, powers)
+    result, end, _ = _apply(query, key, value, mask, _NOT_PACKED, query.shape[2], state, options)
     # decoding updates the tensors of a state in place, so each gets its own memory
-    ends = state_views(end, query, query.shape[0], value.shape[3], num_sums(variant))
+    ends = state_views(end, query, query.shape[0], value.shape[3], num_sums(options.variant))
     sums, memory, scalars = (part.clone() for part in ends)
     return result, (sums, memory, scalars)
 
 
-def packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers = None,
-) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, options: Options) -> Tensor:
     """The result (T, H, E) of packed sequences; see `flow_attention_varlen`."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    result, *_ = _apply(query, key, value, None, *lengths[:2], max(lengths[2:]), None, scale, variant, powers)
+    result, *_ = _apply(query, key, value, None, lengths[:2], max(lengths[2:]), None, options)
     return result[0].transpose(0, 1)
 
 
@@ -76,18 +61,15 @@ def _apply(
     key: Tensor,
     value: Tensor,
     mask: Mask,
-    bounds: Bounds,
-    key_bounds: Bounds,
+    bounds: tuple[Bounds, Bounds],
     longest: int,
     state: State | None,
-    scale: float,
-    variant: FlowVariant,
-    powers: Powers,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = (None, None, None) if state is None else state
-    keep = _needs_gradients(query, key, value, powers, *parts)
-    *tensors, sums, memory, scalars = distinct(query, key, value, mask, bounds, key_bounds, *parts)
-    inputs = *tensors, longest, keep, sums, memory, scalars, powers, *options_of(scale, variant)
+    keep = _needs_gradients(query, key, value, options.powers, *parts)
+    *tensors, sums, memory, scalars = distinct(query, key, value, mask, *bounds, *parts)
+    inputs = *tensors, longest, keep, sums, memory, scalars, options.powers, *flat_options(options)
     result, end, kept = _Causal.apply(*inputs) if keep else _triton_causal(*inputs)
     return result, end, kept
 
@@ -201,7 +183,7 @@ def _backward_kernels(
     result: Tensor,
     kept: Tensor,
     longest: int,
-    options: Any,
+    options: FlatOptions,
 ) -> Iterator[Kernel]:
     """The kernels of the backward pass, assuming that each gradient has the strides of its tensor."""
     meta, rest = torch.device("meta"), (bounds, powers, result, None, scalars, result, kept)
@@ -284,7 +266,9 @@ def _empty_outputs(
     return empty_result(query, value_dim), end, kept
 
 
-def _empty_start(query: Tensor, value: Tensor, bounds: Bounds, longest: int, powers: Powers, options: Any) -> Tensor:
+def _empty_start(
+    query: Tensor, value: Tensor, bounds: Bounds, longest: int, powers: Powers, options: FlatOptions
+) -> Tensor:
     """The gradients of the first state and of the powers, uninitialised."""
     rows, sums = query.shape[1] * _sequences(query, bounds), num_sums(variant_of(options))
     segments = segment_count(rows, longest, query.device)
@@ -310,19 +294,9 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     return _empty_outputs(query, value, bounds, longest, keep, options)
 
 
-def _fake_backward(
-    grad: Tensor,
-    grad_end: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    bounds: Bounds,
-    longest: int,
-    powers: Powers,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    start = _empty_start(query, value, bounds, longest, powers, rest[3:])
+def _fake_backward(grad: Tensor, grad_end: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, _, bounds, longest, powers, _, _, _, *options = rest
+    start = _empty_start(query, value, bounds, longest, powers, options)
     return *(torch.empty_like(x) for x in (query, key, value)), start
 
 

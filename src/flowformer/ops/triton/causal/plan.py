@@ -91,7 +91,7 @@ class CausalPlan(Plan):
             kept.
         longest: tokens of the longest sequence.
         keep: whether there is a backward pass.
-        options: what `options_of` returns.
+        options: what `flat_options` returns.
 
     Attributes:
         state: sizes of the three tensors of a state in one buffer.
