@@ -9,6 +9,7 @@ from helpers import oracle, random_inputs, relative_error, with_gradients
 from flowformer import FlowVariant
 from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
+from flowformer.ops.triton.causal import launch_table
 from flowformer.ops.triton.causal import op as kernels
 from flowformer.ops.triton.causal import plan as causal_plan
 from flowformer.ops.triton.plan import cached_plan
@@ -23,8 +24,8 @@ ROUNDING = 3e-7
 def small_chunks(monkeypatch):
     """Chunks and segments of a few tokens, so that short sequences have several; the device keeps its own chunks."""
     if DEVICE == "cpu":
-        table = {key: _small(config) for key, config in causal_plan.CONFIGS.items()}
-        monkeypatch.setattr(causal_plan, "CONFIGS", table)
+        table = {key: _small(config) for key, config in launch_table.CONFIGS.items()}
+        monkeypatch.setattr(launch_table, "CONFIGS", table)
     monkeypatch.setattr(causal_plan, "MIN_SEGMENT", 16)
     many_sms(monkeypatch, 1000)
     cached_plan.cache_clear()

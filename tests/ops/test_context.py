@@ -386,13 +386,14 @@ def work(rank, _):
     found = {}
     if INTERPRETED:
         from flowformer.ops.triton.bidirectional import plan
+        from flowformer.ops.triton.causal import launch_table
         from flowformer.ops.triton.causal import plan as causal_plan
 
         # so that kernels add up the records of several segments, but not on every rank
         plan.segment_count = lambda records, longest, *_: 2 if longest > 3 else 1
         causal_plan.segment_count = lambda rows, longest, *_: 2 if longest > 3 else 1
         # and values of several tiles
-        causal_plan.CONFIGS = {key: config._replace(tile=16) for key, config in causal_plan.CONFIGS.items()}
+        launch_table.CONFIGS = {key: config._replace(tile=16) for key, config in launch_table.CONFIGS.items()}
     for name, case in CASES.items():
         own = rank if case.ranks == RANKS else rank % 2
         if case.backend is not None and rank >= case.ranks:

@@ -17,7 +17,7 @@ from flowformer import FlowVariant
 from flowformer.ops import varlen
 from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
-from flowformer.ops.triton.bidirectional import cut, forward, plan
+from flowformer.ops.triton.bidirectional import cut, forward, launch_table, plan
 from flowformer.ops.triton.bidirectional import op as kernels
 from flowformer.ops.triton.bidirectional.plan import segment_count
 from flowformer.ops.triton.plan import cached_plan, flat_options
@@ -119,10 +119,10 @@ def test_variants_in_half_precision(name):
 @either
 @pytest.mark.parametrize(
     ("precision", "size"),
-    [(precision, size) for precision, table in plan.TABLES.items() for size in table if precision != "rounded"],
+    [(precision, size) for precision, table in launch_table.TABLES.items() for size in table if precision != "rounded"],
 )
 def test_every_launch_configuration(precision, size):
-    assert plan.tunings(size, size, precision) is plan.TABLES[precision][size]
+    assert launch_table.tunings(size, size, precision) is launch_table.TABLES[precision][size]
     dtype = {"bf16": torch.bfloat16, "bf16x3": torch.float16}.get(precision, torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:

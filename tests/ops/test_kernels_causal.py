@@ -14,6 +14,7 @@ from helpers import CAUSAL_KERNEL_VARIANTS, oracle, relative_error, with_gradien
 from flowformer import FlowVariant
 from flowformer.ops.common import Options
 from flowformer.ops.state import FlowState
+from flowformer.ops.triton.causal import launch_table
 from flowformer.ops.triton.causal import op as kernels
 from flowformer.ops.triton.causal import plan as causal_plan
 from flowformer.ops.triton.plan import cached_plan, dense, flat_options
@@ -62,13 +63,13 @@ def test_half_precision_obeys_the_error_rule(dtype, monkeypatch):
     check(inputs_of(dtype, batch=1, heads=1, sinks=40, dim=8))
 
 
-@pytest.mark.parametrize("key", causal_plan.CONFIGS, ids=lambda key: f"{key[0]}-{key[1]}".removeprefix("torch."))
+@pytest.mark.parametrize("key", launch_table.CONFIGS, ids=lambda key: f"{key[0]}-{key[1]}".removeprefix("torch."))
 def test_every_configuration_of_the_table(key, monkeypatch):
     dtype, width = key
     if DEVICE == "cpu":
         # the interpreter needs the table's tiles, not the whole width: two tiles of values and of features
-        config = causal_plan.CONFIGS[key]
-        monkeypatch.setitem(causal_plan.CONFIGS, (dtype, 64), config)
+        config = launch_table.CONFIGS[key]
+        monkeypatch.setitem(launch_table.CONFIGS, (dtype, 64), config)
         check(inputs_of(dtype, batch=1, heads=1, sinks=20, dim=20, value_dim=18))
         return
     for length in (63, 64, 65, 1000):

@@ -19,6 +19,7 @@ from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton import op as kernels
 from flowformer.ops.triton.bidirectional import plan as bidirectional_plan
+from flowformer.ops.triton.causal import launch_table
 from flowformer.ops.triton.causal import op as causal_op
 from flowformer.ops.triton.causal import plan as causal_plan
 from flowformer.ops.triton.decode import decode
@@ -43,8 +44,8 @@ def count(request, monkeypatch):
     """Into how many segments each head is cut, with chunks of a few tokens; the device keeps its own chunks."""
     count = getattr(request, "param", 2)
     if DEVICE == "cpu":
-        table = {key: config._replace(chunk=16, tile=16) for key, config in causal_plan.CONFIGS.items()}
-        monkeypatch.setattr(causal_plan, "CONFIGS", table)
+        table = {key: config._replace(chunk=16, tile=16) for key, config in launch_table.CONFIGS.items()}
+        monkeypatch.setattr(launch_table, "CONFIGS", table)
     for module in (causal_plan, causal_op):
         monkeypatch.setattr(module, "segment_count", lambda *_: count)
     monkeypatch.setattr(bidirectional_plan, "segment_count", lambda *_: count)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..models.lm import PRESETS, FlowformerLM
 from ..nn import FlowDecoderLayer
-from .measure import csv_file, is_out_of_memory, machine, milliseconds, percentiles
+from .measure import captured, csv_file, is_out_of_memory, machine, milliseconds, percentiles
 
 MODEL = replace(PRESETS["wikitext103"], dropout=0.0)
 GPT2_VOCABULARY = 50257
@@ -150,17 +150,7 @@ def prepared(decoder: Decoder, mode: str) -> Callable[[], object]:
         step = torch.compile(decoder.step, dynamic=False)
     for _ in range(3):
         step()
-    if mode == "graph":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        step = graph.replay
-    return step
+    return captured(step).replay if mode == "graph" else step
 
 
 def measure(attention: str, mode: str, batch: int, position: int, options: argparse.Namespace) -> DecodeSpeed:

@@ -38,8 +38,8 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start_time) * 1e3
 
 
-def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median time of the kernels of a run, replayed as a CUDA graph, without host overhead."""
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A run as a CUDA graph, after one on a side stream to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -48,6 +48,12 @@ def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    return graph
+
+
+def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """The median time of the kernels of a run, replayed as a CUDA graph, without host overhead."""
+    graph = captured(run)
     # flush the L2 cache, which would still hold data of the previous replay
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     times = []

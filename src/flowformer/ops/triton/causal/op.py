@@ -23,7 +23,8 @@ from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
 from ..plan import OPTIONS, FlatOptions, contiguous, dense, empty, flat_options, plan_of, variant_of
-from .plan import CausalPlan, config, kept_sizes, powers_size, segment_count, state_sizes
+from .launch_table import config
+from .plan import CausalPlan, kept_sizes, powers_size, segment_count, state_sizes
 
 _NOT_PACKED = None, None
 

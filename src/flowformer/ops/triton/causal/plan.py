@@ -1,10 +1,10 @@
-"""Launch tables of the causal kernels, tuned on an H200, and the plan of a call."""
+"""The plan of a causal call."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from ..hardware import num_sms
 from ..launch import Argument, Kernel
 from ..plan import Plan, Signatures, Strides, Tuning, aligned, block_size, variant_of
 from . import backward_flows, backward_qk, backward_v, forward_flows, forward_output
+from .launch_table import config
 from .planes import FORWARD_PLANES, GRAD_PLANES, PLANES, RENORMALIZED_PLANES
 
 SEGMENTS_PER_SM = 4  # over all heads: two waves of two programs
@@ -22,59 +23,6 @@ BUSY_SHARE = 0.75  # share of the SMs above which whole heads count as busy, so 
 # minimum tokens per segment, below and above that share
 MIN_SEGMENT, MIN_BUSY_SEGMENT = 256, 2048
 NEGLIGIBLE_EPS = 2.0**-14  # an ε that vanishes when added to bfloat16 features of about 1/2, even several times
-
-
-class Config(NamedTuple):
-    """How the kernels of one dtype and head dimension are launched."""
-
-    chunk: int  # tokens per product
-    tile: int  # values or features per program, if several programs share a head
-    sums: Tuning  # the kernels that need φ and little else
-    memory: Tuning
-    flows: Tuning
-    output: Tuning
-    grad_memory: Tuning
-    value_gradient: Tuning
-    flow_gradient: Tuning
-    gradient: Tuning
-
-
-def _same(chunk: int, tile: int, warps: int, stages: int) -> Config:
-    return Config(chunk, tile, *[Tuning(warps, stages)] * 8)
-
-
-CONFIGS = {
-    (torch.bfloat16, 64): Config(
-        chunk=64,
-        tile=64,
-        sums=Tuning(4, 3),
-        memory=Tuning(4, 3),
-        flows=Tuning(4, 3),
-        output=Tuning(4, 3),
-        grad_memory=Tuning(4, 4),
-        value_gradient=Tuning(4, 3),
-        flow_gradient=Tuning(4, 3),
-        gradient=Tuning(4, 1),
-    ),
-    (torch.bfloat16, 128): _same(64, 128, 8, 1),
-    (torch.bfloat16, 256): _same(32, 64, 8, 1),
-    # float32 takes twice the registers and shared memory, and float16 is multiplied as float32
-    (torch.float16, 64): _same(16, 64, 4, 1),
-    (torch.float16, 128): _same(16, 64, 8, 1),
-    (torch.float16, 256): _same(16, 32, 8, 1),
-    (torch.float32, 64): _same(16, 64, 4, 1),
-    (torch.float32, 128): _same(16, 32, 8, 1),
-    (torch.float32, 256): _same(16, 32, 8, 1),
-}
-
-
-def config(dtype: torch.dtype, dim: int, value_dim: int, feature_map: str) -> Config:
-    size = next(size for size in (64, 128, 256) if max(dim, value_dim) <= size)
-    found = CONFIGS[dtype, size]
-    if found.chunk > 32 and not (dim == value_dim == size and feature_map == "sigmoid"):
-        # a longer chunk needs wgmma
-        found = found._replace(chunk=32)
-    return found
 
 
 def _is_uniform(dim: int, value_dim: int) -> bool:
