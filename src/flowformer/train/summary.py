@@ -99,16 +99,16 @@ class FilledTable:
         """The sentence above the table: how to read its numbers."""
         runs = [run for line in self.lines for cell in line.cells.values() for run in cell.runs]
         chosen = sorted({run["best_chosen_on"] for run in runs} - {"nothing"})
-        parts = [
-            "The final evaluation / the best one" + (f", chosen on the {' or '.join(chosen)} set" if chosen else "")
-        ]
+        selected = f", selected on the {' or '.join(chosen)} set" if chosen else ""
+        sentences = [f"Final evaluation / best evaluation{selected}."]
         if any(len(cell.runs) > 1 for line in self.lines for cell in line.cells.values()):
-            parts.append("mean ± deviation over seeds, whose number is in brackets")
+            sentences.append("Mean ± standard deviation over seeds (number of seeds).")
         if any(cell.paper is not None for line in self.lines for cell in line.cells.values()):
-            parts.append(f"then the paper's number and the difference of our {self.table.compared} one to it")
-        sentences = [f"{'; '.join(parts)}."]
+            sentences.append(f"Below: the paper's number, and our {self.table.compared} minus it.")
         differing = {run["data"]: run["differs"] for run in runs if run["differs"]}
-        sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
+        sentences += [
+            f"The data of {name} differ from the paper's: {differs}." for name, differs in sorted(differing.items())
+        ]
         return " ".join(sentences)
 
     def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | str | None]]]]:
