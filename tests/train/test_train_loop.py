@@ -52,6 +52,19 @@ def stop_after(step):
     return report
 
 
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("/lib/flowformer/cli/__main__.py", "flowformer"),  # python -m flowformer.cli, under torchrun too
+        ("/bin/flowformer", "flowformer"),
+        ("/mine/__main__.py", "__main__.py"),
+    ],
+)
+def test_recorded_command_can_be_run(program, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "train", "a b"])
+    assert record._command() == f"{name} train 'a b'"
+
+
 class TestRun:
     def test_learns(self, finished):
         folder, result = finished

@@ -89,8 +89,15 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "accelerate": accelerate.__version__,
         "flowformer": __version__,
         "commit": git_commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command of this process; `python -m flowformer.cli`, as torchrun starts it, is written as `flowformer`."""
+    program = Path(sys.argv[0])
+    is_ours = program.parts[-3:] == ("flowformer", "cli", "__main__.py")
+    return shlex.join(["flowformer" if is_ours else program.name, *sys.argv[1:]])
 
 
 def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = False) -> None:
