@@ -194,10 +194,7 @@ class TestTable:
 
     def test_data_that_differ_are_named(self, tmp_path):
         write_run(tmp_path, "uea/JapaneseVowels", facts={"differs": "one case more"})
-        assert (
-            "The data of uea/JapaneseVowels differ from the paper's: one case more."
-            in the(collect([tmp_path]), "uea").note
-        )
+        assert "The data of uea/JapaneseVowels differ: one case more." in the(collect([tmp_path]), "uea").note
 
 
 class TestCollect:

@@ -106,9 +106,7 @@ class FilledTable:
         if any(cell.paper is not None for line in self.lines for cell in line.cells.values()):
             sentences.append(f"Below: the paper's number, and our {self.table.compared} minus it.")
         differing = {run["data"]: run["differs"] for run in runs if run["differs"]}
-        sentences += [
-            f"The data of {name} differ from the paper's: {differs}." for name, differs in sorted(differing.items())
-        ]
+        sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
         return " ".join(sentences)
 
     def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | str | None]]]]:
