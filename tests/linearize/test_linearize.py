@@ -21,8 +21,8 @@ from flowformer.integrations.transformers import FlowCache
 from flowformer.integrations.transformers.heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
+from flowformer.linearize.pair import Pair
 from flowformer.linearize.text import NEARBY, PackedRows, Sentences, tokenize
-from flowformer.linearize.transfer import Pair
 from flowformer.train.loop import Interrupted
 
 BERT = transformers.BertConfig(
