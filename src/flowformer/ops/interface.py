@@ -53,7 +53,7 @@ def flow_attention(
             padding as both. With is_causal a token is sink and source at once: either mask, or both, leaves it out.
         scale: None is 1, as in the paper.
         enable_gqa: key and value may have H_kv heads where H_kv divides H; query heads h·H/H_kv … share key head h.
-        variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries".
+        variant: a FlowVariant or the name of one: "paper", "core", "vision", "language", "rl", "timeseries", "lra".
         powers: (2, H), learned exponents of each head, for a variant with renormalize=True: τ of the competition,
             c = m·softmax(τ Ô), and γ of the allocation, α = sigmoid(Î)^γ. None is 1, as in the paper; 0 leaves linear
             attention, so that a model may begin there.
