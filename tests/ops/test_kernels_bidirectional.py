@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from helpers import CAUSAL_KERNEL_VARIANTS, VARIANTS, oracle, random_inputs, relative_error, with_gradients
 
 from flowformer import FlowVariant
-from flowformer.ops import varlen
+from flowformer.ops import bounds as packed_bounds
 from flowformer.ops.common import Options
 from flowformer.ops.torch import op as torch_op
 from flowformer.ops.triton.bidirectional import cut, forward, launch_table, plan
@@ -281,8 +281,8 @@ def test_packed_refuses_bounds_that_make_no_sense(bounds, longest, message):
 
 def test_packed_looks_at_bounds_again_if_they_change(monkeypatch):
     looks = []
-    found = varlen.starts_and_lengths
-    monkeypatch.setattr(varlen, "starts_and_lengths", lambda *args: looks.append(args) or found(*args))
+    found = packed_bounds.starts_and_lengths
+    monkeypatch.setattr(packed_bounds, "starts_and_lengths", lambda *args: looks.append(args) or found(*args))
     given = [x[0].transpose(0, 1) for x in inputs(sinks=20, dim=4)]
     bounds = torch.tensor([0, 12, 20], device=DEVICE)
     for _ in range(3):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.varlen import check_bounds
+from ..ops.bounds import check_bounds
 
 WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
 

@@ -17,7 +17,7 @@ from .triton import op as triton_op
 from .variant import FlowVariant
 
 if TYPE_CHECKING:
-    from .varlen import Lengths
+    from .bounds import Lengths
 
 
 class Backend(NamedTuple):

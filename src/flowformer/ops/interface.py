@@ -220,7 +220,7 @@ def flow_attention_varlen(
 
         given = op.Arguments(scale, enable_gqa, variant, powers, backend, group)
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return op.varlen(query, key, value, lengths, is_causal, given)
+        return op.packed(query, key, value, lengths, is_causal, given)
     query, key, value = checks.packed_inputs(query, key, value, enable_gqa)
     checks.cu_seqlens(query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = checks.options(scale, variant, powers, query, is_causal)

@@ -11,7 +11,7 @@ from . import reference
 from .common import Mask, Masks, Options, State
 
 if TYPE_CHECKING:
-    from .varlen import Lengths
+    from .bounds import Lengths
 
 
 def refusals(*_: Any) -> list[str]:
@@ -43,7 +43,7 @@ def recurrent(
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
-    from .varlen import starts_and_lengths
+    from .bounds import starts_and_lengths
 
     sinks, sources = starts_and_lengths(query.shape[0], key.shape[0], lengths, is_causal)
     parts, stop = [], 0

@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
 from ...ops import FlowState, FlowVariant
-from ...ops.varlen import PaddedSequences
+from ...ops.bounds import PaddedSequences
 from .attention import bounds
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..common import Inputs, Masks, Options, empty_result, sum_dtype, valid_values, without_autocast
 from ..library import differentiate
 from ..torch.bidirectional import MIN_BLOCKS, _add_outer, _dot, _flow, _weighted_sum
-from ..torch.blocks import HeadBlock, empty_gradients, head_blocks
 from ..torch.features import feature_gradient, features
 from ..torch.gates import competing_flow, gate
+from ..torch.head_blocks import HeadBlock, empty_gradients, head_blocks
 from ..variant import FlowVariant
 from .exchange import Exchange
 

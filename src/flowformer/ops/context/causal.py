@@ -18,9 +18,9 @@ from ..common import Inputs, Mask, Options, State, sum_dtype, without_autocast
 from ..library import differentiate
 from ..reference import repeat_heads
 from ..state import empty_state, num_sums
-from ..torch.blocks import head_blocks
 from ..torch.causal import MIN_BLOCKS
 from ..torch.features import feature_gradient, features
+from ..torch.head_blocks import head_blocks
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]

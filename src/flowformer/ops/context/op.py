@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import backends, checks
+from ..bounds import Lengths, PaddedSequences, starts_and_lengths
 from ..common import Mask, Masks, Options, State, joint_mask
 from ..state import FlowState
 from ..variant import FlowVariant
-from ..varlen import Lengths, PaddedSequences, starts_and_lengths
 from . import bidirectional, causal, renormalized
 from .exchange import Exchange, Group, check_agreement, process_group
 
@@ -79,7 +79,7 @@ def recurrent(
 
 
 @_not_compiled
-def varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, given: Arguments) -> Tensor:
+def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, given: Arguments) -> Tensor:
     """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
     with _told_refusals(given.group, query) as ranks:
         query, key, value = checks.packed_inputs(query, key, value, given.enable_gqa)

@@ -14,7 +14,7 @@ from ..variant import Competition
 from .build import library
 
 if TYPE_CHECKING:
-    from ..varlen import Bounds
+    from ..bounds import Bounds
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # in the order of the enumerations of `call.h`

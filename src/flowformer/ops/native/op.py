@@ -19,7 +19,7 @@ from .build import failure
 from .call import ALLOCATIONS, DTYPES, FEATURE_MAPS, is_narrow, padded, run, with_rows
 
 if TYPE_CHECKING:
-    from ..varlen import Bounds, Lengths
+    from ..bounds import Bounds, Lengths
 
 MAX_DIM = 256
 SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
@@ -237,7 +237,7 @@ def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causa
     if lengths[0] is None:
         return [None, None]
     # here, since every import of the package would pay for it
-    from ..varlen import starts_and_lengths
+    from ..bounds import starts_and_lengths
 
     # not by `check_bounds`, which trusts tensors that it has seen: bounds may share memory with an array that changes
     starts_and_lengths(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)

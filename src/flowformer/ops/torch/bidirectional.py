@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..common import Mask, Masks, Options, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
-from .blocks import empty_gradients, head_blocks, one_block
 from .features import feature_gradient, features
 from .gates import competing_flow, gate, split_powers
+from .head_blocks import empty_gradients, head_blocks, one_block
 
 MIN_BLOCKS = 4
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..common import Mask, Options, State, empty_result, is_exporting, valid_values
 from . import causal_segment
-from .blocks import HeadBlock, empty_gradients, head_blocks, one_block
 from .causal_segment import SegmentInputs
 from .features import feature_gradient, features
+from .head_blocks import HeadBlock, empty_gradients, head_blocks, one_block
 
 MIN_BLOCKS = 8
 CHUNK = 64  # tokens whose flows come from one C × C product

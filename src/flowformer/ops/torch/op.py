@@ -22,7 +22,7 @@ from .causal import forward as causal_forward
 from .causal import graph as causal_graph
 
 if TYPE_CHECKING:
-    from ..varlen import Lengths
+    from ..bounds import Lengths
 
 Result = TypeVar("Result")
 
@@ -70,10 +70,10 @@ def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causa
     """See `flow_attention_varlen`."""
     if is_exporting() or not options.variant.has_operator:
         # here, as in the other functions for packed sequences: every import of the package would pay for it
-        from . import varlen
+        from .packed import graph
 
         with torch.autocast(query.device.type, enabled=False):
-            return varlen.graph(query, key, value, lengths, is_causal, options)
+            return graph(query, key, value, lengths, is_causal, options)
     tensors, longest = (query, key, value, *lengths[:2]), lengths[2:]
     result: Tensor = _apply(_Packed, _EagerPacked, tensors, *longest, is_causal, *options.as_args())[0]
     return result
@@ -119,17 +119,17 @@ def _causal_backward(
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    from . import varlen
+    from .packed import forward
 
     lengths, is_causal, options = rest[:4], rest[4], _options(*rest[5:])
-    return varlen.forward(query, key, value, lengths, is_causal, options)
+    return forward(query, key, value, lengths, is_causal, options)
 
 
 def _packed_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    from . import varlen
+    from .packed import backward
 
     lengths, is_causal, options = rest[:4], rest[4], _options(*rest[5:])
-    return varlen.backward(grad, query, key, value, lengths, is_causal, options)
+    return backward(grad, query, key, value, lengths, is_causal, options)
 
 
 def _options(scale: float, *variant: Any) -> Options:

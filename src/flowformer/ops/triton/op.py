@@ -17,7 +17,7 @@ from ..variant import FlowVariant
 from .hardware import MAX_DIM, is_hopper
 
 if TYPE_CHECKING:
-    from ..varlen import Lengths
+    from ..bounds import Lengths
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
     warps: int
     stages: int  # blocks of tokens in the software pipeline
     block: int = 0  # tokens at once; causal kernels of one head all take `Config.chunk`
-    eye: bool = True  # whether tokens are loaded through a product with the identity, see `blocks.load_features`
+    eye: bool = True  # whether tokens are loaded through a product with the identity, see `tokens.load_features`
 
 
 FlatOptions = Sequence[Any]  # of `flat_options`: the scale, then the fields of a FlowVariant

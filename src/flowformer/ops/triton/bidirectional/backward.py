@@ -15,17 +15,6 @@ from ..launch import kernel
 from ..numerics import clamped, sigmoid
 from ..powers import competing_flow, load_gamma, load_tau, raised_allocation
 from ..precision import dot_split, dot_tn
-from .blocks import (
-    identity,
-    load_features,
-    load_memory,
-    load_rows,
-    load_valid,
-    locate_head,
-    locate_tokens,
-    store_rows,
-    token_at,
-)
 from .records import (
     CONSERVED_KEY_SUM,
     CONSERVED_QUERY_SUM,
@@ -41,6 +30,17 @@ from .records import (
     sum_segments,
     sum_vector,
     vector_at,
+)
+from .tokens import (
+    identity,
+    load_features,
+    load_memory,
+    load_rows,
+    load_valid,
+    locate_head,
+    locate_tokens,
+    store_rows,
+    token_at,
 )
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...bounds import Bounds, Lengths, check_bounds
 from ...common import Mask, Masks, Options, Powers, empty_result
 from ...library import differentiate, distinct, register
-from ...varlen import Bounds, Lengths, check_bounds
 from ..launch import Kernel, arguments
 from ..plan import OPTIONS, FlatOptions, contiguous, dense, empty, flat_options, plan_of, variant_of
 from ..precision import float32_precision

@@ -15,21 +15,8 @@ from ..launch import kernel
 from ..numerics import clamped, decay
 from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt
-from .chunks import (
-    combine_decay,
-    competing_gradient,
-    inside_of,
-    load_count,
-    load_features,
-    load_tiles,
-    load_vector,
-    locate,
-    locate_chunk,
-    materialize,
-    store_vector,
-    sum_segments,
-)
 from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick, stack4
+from .gates import combine_decay, competing_gradient, load_tiles
 from .planes import (
     AFTER_COMPETING_SUM,
     COMPETING_SUM,
@@ -45,6 +32,8 @@ from .planes import (
     STATE_LOG_INCOMING,
     STATE_LOG_OUTGOING,
 )
+from .sums import load_count, load_vector, store_vector, sum_segments
+from .tokens import inside_of, load_features, locate, locate_chunk, materialize
 
 
 @triton.jit

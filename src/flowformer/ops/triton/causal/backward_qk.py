@@ -14,25 +14,7 @@ import triton.language as tl
 from ..features import centred_feature, feature_gradient
 from ..launch import kernel
 from ..precision import dot, dot_nt, operand, truncate
-from .chunks import (
-    competing_gradient,
-    inside_of,
-    load_count,
-    load_features,
-    load_memory,
-    load_rows,
-    load_tiles,
-    load_vector,
-    load_weights,
-    locate,
-    locate_chunk,
-    mask_triangle,
-    materialize,
-    store_rows,
-    store_vector,
-    sum_segments,
-    triangle,
-)
+from .gates import competing_gradient, load_tiles, load_weights
 from .planes import (
     AFTER_COMPETING_SUM,
     AFTER_CONSERVED_KEY_SUM,
@@ -51,6 +33,18 @@ from .planes import (
     INVERSE_OUTGOING,
     KEY_SUM,
     QUERY_SUM,
+)
+from .sums import load_count, load_memory, load_vector, store_vector, sum_segments
+from .tokens import (
+    inside_of,
+    load_features,
+    load_rows,
+    locate,
+    locate_chunk,
+    mask_triangle,
+    materialize,
+    store_rows,
+    triangle,
 )
 
 

@@ -20,28 +20,21 @@ from ..launch import kernel
 from ..numerics import add_logs, clamped, decay, sigmoid
 from ..powers import competing_flow, load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
-from .chunks import (
-    combine_decay,
-    competing_gradient,
+from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
+from .gates import combine_decay, competing_gradient, load_weights
+from .planes import COMPETING_SUM, CONSERVED_OUTGOING, DECLINED, GRAD_PLANES, LOG_OUTGOING
+from .sums import load_count, load_memory, load_vector, store_memory, store_vector, sum_segments
+from .tokens import (
     inside_of,
-    load_count,
     load_features,
-    load_memory,
     load_rows,
-    load_vector,
-    load_weights,
     locate,
     locate_chunk,
     mask_triangle,
     materialize,
-    store_memory,
     store_rows,
-    store_vector,
-    sum_segments,
     triangle,
 )
-from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
-from .planes import COMPETING_SUM, CONSERVED_OUTGOING, DECLINED, GRAD_PLANES, LOG_OUTGOING
 
 
 @triton.jit

@@ -20,22 +20,8 @@ from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
 from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
-from .chunks import (
-    allocation_weights,
-    carried_flow,
-    inside_of,
-    load_count,
-    load_features,
-    load_log,
-    load_vector,
-    locate,
-    locate_chunk,
-    running_log_sum,
-    store_end,
-    store_vector,
-    sum_segments,
-)
 from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick, stack4, stack8
+from .gates import allocation_weights, running_log_sum
 from .planes import (
     COMPETITION_WEIGHT,
     CONSERVED_KEY_COLUMN,
@@ -53,6 +39,8 @@ from .planes import (
     QUERY_SUM,
     STATE_LOG_OUTGOING,
 )
+from .sums import carried_flow, load_count, load_log, load_vector, store_end, store_vector, sum_segments
+from .tokens import inside_of, load_features, locate, locate_chunk
 
 
 @kernel

@@ -12,28 +12,8 @@ from ..launch import kernel
 from ..numerics import LOG_ZERO, log_add
 from ..powers import load_gamma, load_tau
 from ..precision import dot, dot_nn, dot_nt, operand
-from .chunks import (
-    allocation_weights,
-    carried_flow,
-    compute_competition,
-    inside_of,
-    load_count,
-    load_features,
-    load_log,
-    load_memory,
-    load_rows,
-    load_vector,
-    locate,
-    locate_chunk,
-    mask_triangle,
-    store_end,
-    store_memory,
-    store_rows,
-    store_vector,
-    sum_segments,
-    triangle,
-)
 from .columns import accumulator_columns, merge_columns, merged_operand, operand_columns, pick
+from .gates import allocation_weights, compute_competition
 from .planes import (
     COMPETING_SUM,
     COMPETITION_WEIGHT,
@@ -46,6 +26,18 @@ from .planes import (
     RENORMALIZED_RECEIVED,
     STATE_LOG_OUTGOING,
 )
+from .sums import (
+    carried_flow,
+    load_count,
+    load_log,
+    load_memory,
+    load_vector,
+    store_end,
+    store_memory,
+    store_vector,
+    sum_segments,
+)
+from .tokens import inside_of, load_features, load_rows, locate, locate_chunk, mask_triangle, store_rows, triangle
 
 
 @kernel

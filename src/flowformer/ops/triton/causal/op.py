@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...bounds import Bounds, Lengths, check_bounds
 from ...common import Mask, Options, Powers, State, empty_result
 from ...library import differentiate, distinct, register
 from ...state import empty_state, num_sums
-from ...varlen import Bounds, Lengths, check_bounds
 from ..decode import decode
 from ..launch import Kernel, arguments
 from ..plan import OPTIONS, FlatOptions, contiguous, dense, empty, flat_options, plan_of, variant_of

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..bounds import Lengths, PaddedSequences, starts_and_lengths
 from ..common import Mask, Options, is_exporting
 from ..state import empty_state
-from ..varlen import Lengths, PaddedSequences, starts_and_lengths
 from . import bidirectional, causal
 
 GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has more

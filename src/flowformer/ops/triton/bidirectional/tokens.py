@@ -1,4 +1,4 @@
-"""Helpers of the bidirectional kernels: which head and tokens a program works on, and how it loads blocks of them.
+"""Tokens of the bidirectional kernels: which ones a program has, with padding and packed bounds, and their loads.
 
 Shapes: BLOCK tokens of a tile, D features, E values. A segment is a run of tokens of one head.
 """
