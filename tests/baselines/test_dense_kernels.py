@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -311,6 +312,17 @@ def test_performer_with_large_inputs(is_causal):
     mask = torch.arange(100).expand(2, -1) >= 60
     small = module(*(x.float() for x in (q, k, v)), is_causal=is_causal, key_mask=mask)
     assert relative_error(small, module(q, k, v, is_causal=is_causal, key_mask=mask)) < 1e-3
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_performer_where_features_of_queries_and_keys_do_not_overlap(is_causal):
+    """The features that are large for a query are smaller than e⁻¹⁰⁰ of the largest for every key."""
+    module = performer.PerformerAttention(head_dim=64, features=32)
+    q, k, v = random_inputs(heads=HEADS, dim=64, sinks=100)
+    inputs = [x.float() for x in (20 * q, 20 * k, v)]
+    both = (with_gradients(partial(module, is_causal=is_causal), x) for x in (inputs, [x.double() for x in inputs]))
+    for value, truth in zip(*both, strict=True):
+        assert relative_error(value, truth) < 1e-3
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 200])

@@ -34,8 +34,10 @@ class LocalAttention(BlockMechanism):
         self.window = window
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
-        q, k, v, seen = (split(x, self.window) for x in (query, key, value, sources))  # (B, H, T, C, …)
+        length = query.shape[2]
+        window = min(self.window, length)
+        q, k, v, seen = (split(x, window) for x in (query, key, value, sources))  # (B, H, T, C, …)
         seen = seen.mT
         if is_causal:
-            seen = seen & seen.new_ones(self.window, self.window).tril()
-        return join(softmax_blocks(q, k, v, seen), query.shape[2])
+            seen = seen & seen.new_ones(window, window).tril()
+        return join(softmax_blocks(q, k, v, seen), length)

@@ -44,13 +44,15 @@ class LongformerAttention(BlockMechanism):
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         length, count = query.shape[2], min(self.global_tokens, query.shape[2])
-        reach, after = self.window // 2, 0 if is_causal else 1
+        reach = min(self.window // 2, length)  # beyond the sequence is nothing to see
+        before = int(length > reach)
+        after = 0 if is_causal else before
         positions = torch.arange(length, device=query.device)
         # a global token within the window is seen once, as a global one
         within = sources & (positions >= count)[:, None]
         q, k, v, within = (split(x, reach) for x in (query, key, value, within))  # (B, H, T, C, …)
-        k, v, within = (neighbours(x, 1, after) for x in (k, v, within))
-        offset = offsets(reach, 1, after, query.device)
+        k, v, within = (neighbours(x, before, after) for x in (k, v, within))
+        offset = offsets(reach, before, after, query.device)
         seen = within.mT & (offset.abs() <= reach)
         if is_causal:
             seen = seen & (offset <= 0)

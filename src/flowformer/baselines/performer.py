@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decay import decayed_product
 from .directions import RandomDirections
-from .linear import causal_product
+from .linear import CHUNK, causal_product
 from .registry import Mechanism, register
 from .tokens import valid
 
@@ -22,8 +21,9 @@ class PerformerAttention(Mechanism):
 
     φ(q)·φ(k) is exp(q·k/√d) on average over the random directions ω, orthogonal to one another and shared by all heads.
 
-    Exponents are taken relative to their maximum: that of the token for queries, that of all keys, or of all keys so
-    far, for keys. It cancels, and makes the small constant that released code adds to every feature needless.
+    Exponents are taken relative to maxima, which cancel: those of keys to the maximum of each feature over the keys
+    that a query sees, those of a query to its maximum after that of the keys is added. The normaliser is then at least
+    1, and the small constant that released code adds to every feature is needless.
 
     Args:
         features: R.
@@ -52,25 +52,13 @@ class PerformerAttention(Mechanism):
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         directions = self.directions()[0]
         q, k = (exponents(valid(x, mask), directions) for x, mask in ((query, query_mask), (key, key_mask)))
-        v = F.pad(valid(value, key_mask), (0, 1), value=1.0)  # the last column sums to the normaliser
-        q = (q - q.detach().amax(-1, keepdim=True)).exp()
-        nothing = torch.finfo(k.dtype).min
-        highest = k.detach().amax(-1)  # (B, H, M)
         if key_mask is not None:
-            highest = highest.masked_fill(~key_mask[:, None], nothing)
-        highest = highest.cummax(-1).values if is_causal else highest.amax(-1, keepdim=True)
-        k = k - highest[..., None]
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-        k = k.exp()
-        if is_causal:
-            before = F.pad(highest[..., :-1], (1, 0), value=nothing)
-            # what came before a new maximum shrinks; before the first token there was nothing to shrink
-            product = decayed_product(q, k, v, (before - highest).masked_fill(before == nothing, 0))
-        else:
-            product = q @ (k.mT @ v)
-        normaliser = product[..., -1:]
-        normaliser = normaliser.masked_fill(normaliser < torch.finfo(q.dtype).tiny, 1)
+            k = k.masked_fill(~key_mask[:, None, :, None], torch.finfo(k.dtype).min)
+        # the last column sums to the normaliser
+        v = valid(F.pad(value, (0, 1), value=1.0), key_mask)
+        product = causal_exponential_product(q, k, v) if is_causal else exponential_product(q, k, v)
+        # 0 only if there is no source
+        normaliser = product[..., -1:].clamp_min(torch.finfo(product.dtype).tiny)
         return (product[..., :-1] / normaliser).to(query.dtype)
 
 
@@ -78,6 +66,47 @@ def exponents(x: Tensor, directions: Tensor) -> Tensor:
     """ω_r·x − ‖x‖²/2 of x divided by d^¼, (B, H, N, R), for directions ω (R, D)."""
     x = x * x.shape[-1] ** -0.25
     return x @ directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
+
+
+def exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """Σ_m Σ_r exp(a_nr + b_mr) v_m for a (B, H, N, R), b (B, H, M, R), v (B, H, M, E), each row n times a constant.
+
+    The constant makes the largest exp(a_nr + b_mr) of a row 1.
+    """
+    highest = b.detach().amax(2, keepdim=True)
+    a = a + highest
+    return (a - a.detach().amax(-1, keepdim=True)).exp() @ ((b - highest).exp().mT @ v)
+
+
+def causal_exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    """`exponential_product` over the sources m ≤ n.
+
+    Chunks of C tokens see the chunks before them through a state. A chunk is halved again and again: its second half
+    sees the first through a product, so that no maximum includes a later token.
+    """
+    length = a.shape[2]
+    chunk = min(CHUNK, 1 << max(length - 1, 0).bit_length())
+    a, b, v = (F.pad(x, (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk)) for x in (a, b, v))  # (B, H, T, C, …)
+    inside = b.detach().cummax(3).values
+    after = inside[..., -1, :].cummax(2).values  # (B, H, T, R)
+    before = F.pad(after[:, :, :-1], (0, 0, 1, 0), value=torch.finfo(b.dtype).min)
+    a = a - (a.detach() + torch.maximum(inside, before[..., None, :])).amax(-1, keepdim=True)
+
+    memory = (b - after[..., None, :]).exp().mT @ v  # (B, H, T, R, E)
+    state, states = torch.zeros_like(memory[:, :, 0]), []
+    for kept, added in zip((before - after).exp()[..., None].unbind(2), memory.unbind(2), strict=True):
+        states.append(state)
+        state = kept * state + added
+    result = (a + before[..., None, :]).exp() @ torch.stack(states, 2) + (a + b).exp().sum(-1, keepdim=True) * v
+    half = chunk // 2
+    while half:
+        queries = a.unflatten(3, (-1, 2, half))[..., 1, :, :]  # (B, H, T, C / 2·half, half, …)
+        keys, values = (x.unflatten(3, (-1, 2, half))[..., 0, :, :] for x in (b, v))
+        highest = keys.detach().amax(-2, keepdim=True)
+        part = (queries + highest).exp() @ (keys - highest).exp().mT @ values
+        result = result + F.pad(part, (0, 0, half, 0)).flatten(3, 4)
+        half //= 2
+    return result.flatten(2, 3)[:, :, :length]
 
 
 @register

@@ -85,6 +85,7 @@ class ReformerAttention(BlockMechanism):
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         dtype, length, heads = sum_dtype(query), query.shape[2], query.shape[1]
+        chunk = min(self.chunk, length)
         shared = torch.where(sources, key, query).to(dtype)  # a token may be a source only
         # padding goes behind the last bucket, where it moves no chunk
         padding = torch.arange(length, device=query.device) >= lengths[:, None, None, None]
@@ -95,7 +96,7 @@ class ReformerAttention(BlockMechanism):
         def chunks(x: Tensor) -> Tensor:
             """(B, H, 1 or R, N, D) sorted by bucket and cut, (B, H·R, T, C, D)."""
             index = order[..., None].expand(-1, -1, -1, -1, x.shape[-1])
-            return split(x.expand(*order.shape, -1).gather(3, index).flatten(1, 2), self.chunk)
+            return split(x.expand(*order.shape, -1).gather(3, index).flatten(1, 2), chunk)
 
         q, k, v, s = (chunks(x[:, :, None]) for x in (shared, F.normalize(shared, dim=-1), value.to(dtype), sources))
         k, v, s = (neighbours(x, 1, 0) for x in (k, v, s))
