@@ -116,7 +116,16 @@ def same_experiment(differences: str) -> bool:
     >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
     (True, False)
     """
-    return all(each == recipes.PUBLISHED or each.partition("=")[0] in ARITHMETIC for each in differences.split())
+    return all(each == recipes.PUBLISHED or is_arithmetic(each) for each in differences.split())
+
+
+def is_arithmetic(override: str) -> bool:
+    """Whether an override changes only the arithmetic.
+
+    >>> is_arithmetic("precision=tf32"), is_arithmetic("epochs=8")
+    (True, False)
+    """
+    return override.partition("=")[0] in ARITHMETIC
 
 
 def comparable_score(fields: dict[str, Any], attention: str) -> float | None:
