@@ -6,11 +6,11 @@ import csv
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
@@ -19,7 +19,7 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .engine import Share, without_gpu
+from .engine import Share, build_accelerator
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
@@ -241,7 +241,7 @@ def _read_csv(path: Path) -> Iterable[Row]:
 def evaluate_run(
     run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """The scores of a model of a run, computed anew.
+    """The scores of a model of a run, computed anew in the precision of the run.
 
     Args:
         run: the folder of the run.
@@ -254,7 +254,7 @@ def evaluate_run(
     dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
-    accelerator = Accelerator(cpu=without_gpu())
+    accelerator = build_accelerator(replace(config, parallel="ddp"))
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
     share = Share(accelerator.process_index, accelerator.num_processes)
