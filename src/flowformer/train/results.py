@@ -224,7 +224,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
