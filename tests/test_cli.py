@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from flowformer import __version__
@@ -101,6 +102,14 @@ class TestAfterwards:
             scores = json.loads(flowformer("eval", folder, "--model", model, "--json"))
             assert scores["accuracy"] == pytest.approx(result[model]["accuracy"])
             assert scores["loss"] == pytest.approx(result[model]["loss"], rel=1e-5)
+
+    def test_eval_has_the_precision_of_the_run(self, tmp_path):
+        result = json.loads(
+            flowformer("train", "uea/JapaneseVowels", *TINY, "precision=bf16", "--out", tmp_path / "run", "--json")
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process
+        scores = json.loads(flowformer("eval", tmp_path / "run", "--json"))
+        assert scores["loss"] == pytest.approx(result["final"]["loss"], rel=1e-6)
 
     def test_eval_of_what_is_not_there(self, run, tmp_path):
         assert "has no config.json" in flowformer("eval", tmp_path, fails=True)
@@ -225,7 +234,8 @@ class TestWords:
 
     def test_a_package_that_is_missing(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "accelerate", None)
-        monkeypatch.delitem(sys.modules, "flowformer.train.results")
+        for module in ("engine", "results"):
+            monkeypatch.delitem(sys.modules, f"flowformer.train.{module}")
         assert "pip install 'flowformer[train,ts,hf]'" in flowformer("eval", "run", fails=True)
 
     def test_the_command_line_itself_is_missing(self):

@@ -61,6 +61,16 @@ class TestAtomicFile:
         assert path.read_text() == "old"
         assert os.listdir(tmp_path) == ["file"]
 
+    def test_text_is_utf_8_in_any_locale(self, tmp_path):
+        """Tables of results have ± in them, and their page says that it is in UTF-8."""
+        code = (
+            "import pathlib, runpy, sys; write = runpy.run_path(sys.argv[1])['write_atomically']\n"
+            "write(pathlib.Path('file'), 'a \\xb1 b')"
+        )
+        ascii_locale = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        subprocess.run([sys.executable, "-c", code, _utils.__file__], env=ascii_locale, cwd=tmp_path, check=True)
+        assert (tmp_path / "file").read_bytes() == "a ± b".encode()
+
     def test_a_killed_writer_leaves_the_old_content(self, tmp_path):
         path = tmp_path / "file"
         path.write_text("old")

@@ -114,7 +114,7 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
-    """A file to write that replaces `path` when it is complete.
+    """A file to write that replaces `path` when it is complete. Text is UTF-8, whatever the locale.
 
     Whenever the process or the machine stops, `path` has either its old content or all of the new one.
 
@@ -123,7 +123,7 @@ def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open(mode, **options) as file:
+        with part.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -142,7 +142,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def read_json(path: Path) -> Any:
     """The content of a JSON file, or a ValueError that names it."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
 

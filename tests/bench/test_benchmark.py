@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from flowformer.baselines import SoftmaxAttention
 from flowformer.bench import attention as bench
 from flowformer.bench import lra, measure
 from flowformer.cli import app
+from flowformer.train import claims
 from flowformer.train.paper import paper_speed
 
 
@@ -233,6 +235,18 @@ class TestLra:
         monkeypatch.setattr(lra, "check", lambda name, options: None)
         lra.main(cheap("--out", out))
         assert seen == [[], ["softmax", "softmax"]]
+
+    def test_a_queue_sees_that_it_runs(self, tmp_path, monkeypatch):
+        """It holds the claim of its folder: a reservation has no heartbeat, so another queue would start it again."""
+        owners = []
+        claims.reserve(tmp_path)
+        queue = {**json.loads((tmp_path / claims.CLAIM).read_text()), "pid": os.getppid()}
+        (tmp_path / claims.CLAIM).write_text(json.dumps(queue))
+        monkeypatch.setenv(claims.PARENT, str(os.getppid()))
+        monkeypatch.setattr(lra, "check", lambda name, options: None)
+        monkeypatch.setattr(lra, "run", lambda options: owners.append(claims.owner(tmp_path)["pid"]) or [])
+        lra.main(cheap("--out", tmp_path / "speed.csv"))
+        assert owners == [os.getpid()]
 
     def test_training_trains(self):
         options = lra.parse(cheap())

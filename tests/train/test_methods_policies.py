@@ -19,6 +19,7 @@ from flowformer import data
 from flowformer.cli import app
 from flowformer.data.offline_rl import Episode, Windows
 from flowformer.integrations.gymnasium import evaluate
+from flowformer.train.loop import Interrupted
 from flowformer.train.methods import fit
 from flowformer.train.methods.awac import AWAC, Transitions
 from flowformer.train.methods.behaviour_cloning import BehaviourCloning
@@ -344,7 +345,7 @@ class TestCommand:
         table = self.flowformer("results", folder / "run")
         assert f"| d4rl/hopper-medium | {name} | 0 | score | " in table
         assert "options.steps=2 options.batch_size=8" in table
-        assert "paper" not in table.split("## Runs")[0], "it is not what the paper describes"
+        assert "<br>paper" not in table, "it is not what the paper describes"
 
     def test_decision_transformer_is_the_recipe(self, folder):
         options = (
@@ -361,3 +362,27 @@ class TestCommand:
         result = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
         assert (result["attention"], result["seed"], result["steps"]) == ("softmax", 2, 1)
         assert (folder / "run" / "final" / "model.safetensors").is_file()
+        finished = CliRunner().invoke(app, [str(each) for each in (*arguments, "--out", folder / "run")])
+        assert "has a run already. Choose another folder" in " ".join(finished.output.split())
+        (folder / "run" / "result.json").unlink()
+        again = json.loads(self.flowformer(*arguments, "--out", folder / "run", "--json"))
+        assert again["final"]["score"] == result["final"]["score"], "it goes on from its checkpoint"
+
+    def test_a_decision_transformer_that_is_interrupted(self, folder, monkeypatch):
+        def stop(*args, **options):
+            raise Interrupted("stopped at update 3 of 9.")
+
+        monkeypatch.setattr(fit, "train_recipe", stop)
+        arguments = [
+            "fit",
+            "d4rl/hopper-medium",
+            "dt",
+            "partial=true",
+            "--data",
+            str(folder),
+            "--out",
+            str(folder / "r"),
+        ]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 130
+        assert "stopped at update 3 of 9. Run the same command to continue." in result.output

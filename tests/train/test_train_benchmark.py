@@ -27,6 +27,29 @@ def test_measures_and_prints(capsys, changes):
     assert f"{row.share_in_model:.1%} is the model" in bench.show(row)
 
 
+def test_batches_after_the_warm_up_are_timed(monkeypatch):
+    """With data that takes a second a batch, and a model that takes no time."""
+
+    class Clock:
+        now = 0.0
+
+        @classmethod
+        def perf_counter(cls):
+            cls.now += 1e-6
+            return cls.now
+
+    def slow(trainer, start, batches=bench.Trainer.batches):
+        for batch in batches(trainer, start):
+            Clock.now += 1
+            yield batch
+
+    monkeypatch.setattr(bench, "time", Clock)
+    monkeypatch.setattr(bench.Trainer, "batches", slow)
+    arguments = ["--synthetic", "--steps", "4", "--warmup", "10", "--set", "data_options.max_length=16"]
+    (row,) = bench.main(["lra/text", *arguments, *SMALL, "accumulate=2"])
+    assert row.data_batches_per_second == pytest.approx(1, rel=1e-3)
+
+
 def test_made_up_reviews_are_as_long_as_real_ones(tmp_path):
     bench.reviews(tmp_path)
     train = data.load("lra/text", tmp_path, partial=True).train

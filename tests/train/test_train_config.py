@@ -85,6 +85,8 @@ class TestOverride:
             ("workers=-1", "workers must be at least 0, got -1"),
             ("label_smoothing=2", "label_smoothing must be from 0 to 1, got 2"),
             ("mixup=0.5", "mixup and cutmix are for images, and the task is 'tokens'"),
+            ("epochs=3", "epochs has no effect beside steps=20000, which comes first. Pass steps=none as well"),
+            ("eval_epochs=3", "eval_epochs has no effect beside eval_every=1000"),
         ],
     )
     def test_a_wrong_one_says_what_is_right(self, assignment, message):
@@ -96,6 +98,11 @@ class TestOverride:
         decided = {name for task in tasks.TASKS.values() for name in task.sizes}
         assert decided == set(configs.BY_DATA)
         assert override(TEXT, ["max_length=7"]).data_options["max_length"] == 7, "the only one left of that name"
+
+    @pytest.mark.parametrize("assignments", list(itertools.permutations(["steps=none", "epochs=3", "eval_every=none"])))
+    def test_epochs_instead_of_steps(self, assignments):
+        config = override(TEXT, assignments)
+        assert (config.total_steps(10), config.eval_every) == (30, None)
 
     def test_a_run_needs_an_end(self):
         with pytest.raises(ValueError, match="pass steps or epochs"):

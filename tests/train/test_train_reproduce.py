@@ -199,7 +199,7 @@ def test_kill_9_changes_nothing(whole, tmp_path):
     assert not list(tmp_path.rglob("checkpoints")), "finished runs keep none"
     text = (tmp_path / "results.md").read_text()
     assert "± " in text
-    assert "Flowformer (model.embed_dim=16" in text
+    assert "## UEA time series, accuracy in %: model.embed_dim=16" in text
     assert "paper 98.9" not in text, "it is not the recipe"
 
 

@@ -73,9 +73,15 @@ def vowels(tmp_path):
     return tmp_path
 
 
-def the(rows, name):
-    (found,) = [table for table in summary.fill(rows) if table.table.name == name]
-    return found
+def the(rows, name, title=""):
+    """The table of a name, by default the one whose title is that of the paper's table."""
+    found = {table.title: table for table in summary.fill(rows) if table.table.name == name}
+    (paper,) = {table.table.title for table in found.values()}
+    return found[f"{paper}: {title}" if title else paper]
+
+
+def labelled(table):
+    return {table.label(line): line for line in table.lines}
 
 
 class TestDifferences:
@@ -123,20 +129,61 @@ class TestDifferences:
 
 class TestTable:
     def test_mean_and_deviation_over_seeds_beside_the_paper(self, vowels):
-        table = the(collect([vowels]), "uea")
-        lines = {line.label: line.cells["JapaneseVowels"] for line in table.lines}
-        flow = lines["Flowformer"]
+        flow = labelled(the(collect([vowels]), "uea"))["Flowformer"].cells["JapaneseVowels"]
         assert (flow.final.mean, flow.final.deviation) == (pytest.approx(98), pytest.approx(1))
         assert (flow.best.mean, flow.paper, flow.difference) == (pytest.approx(99), 98.9, pytest.approx(0.1))
-        assert str(flow) == "98.00 ± 1.00 / 99.00 ± 1.00 (3); paper 98.9, +0.10"
+        assert flow.texts == ["99.00 ± 1.00 (3)", "paper 98.9, +0.10", "final 98.00 ± 1.00"]
 
-    def test_what_is_not_the_recipe_stands_alone_and_says_why(self, vowels):
-        lines = {line.label: line.cells["JapaneseVowels"] for line in the(collect([vowels]), "uea").lines}
-        (other,) = [cell for label, cell in lines.items() if "optimiser.lr=0.1" in label and "epochs=2" in label]
-        assert (other.paper, other.difference, len(other.runs)) == (None, None, 1)
-        # other arithmetic is the same experiment, never mixed with the rest
-        assert lines["Transformer (precision=tf32)"].paper == 98.7
-        assert len(lines["Transformer"].runs) == 1
+    def test_another_experiment_is_another_table_without_the_paper(self, vowels):
+        table = the(collect([vowels]), "uea", "optimiser.lr=0.1 epochs=2")
+        (line,) = table.lines
+        cell = line.cells["JapaneseVowels"]
+        assert (cell.paper, cell.difference, len(cell.runs)) == (None, None, 1)
+        assert "not the recipe's experiment" in table.note
+
+    def test_other_arithmetic_is_the_same_experiment_and_never_mixed_with_the_rest(self, vowels):
+        rows = collect([vowels])
+        lines = labelled(the(rows, "uea"))
+        assert list(lines) == ["Transformer", "Flowformer"], "the recipe's own arithmetic wins a tie"
+        assert [run["overrides"] for run in lines["Transformer"].cells["JapaneseVowels"].runs] == [""]
+        (line,) = the(rows, "uea", "precision=tf32").lines
+        assert line.cells["JapaneseVowels"].paper == 98.7
+        assert [run["overrides"] for run in line.cells["JapaneseVowels"].runs] == ["precision=tf32"]
+
+    def test_a_method_has_its_fullest_arithmetic_beside_the_others(self, tmp_path):
+        """An average needs every column in one arithmetic."""
+        write_run(tmp_path, "uea/JapaneseVowels", "softmax", 0, 0.98)
+        for name in ("JapaneseVowels", "Handwriting"):
+            write_run(tmp_path, f"uea/{name}", "linear", 0, 0.5)
+            write_run(tmp_path, f"uea/{name}", "softmax", 0, 0.9, overrides=["precision=tf32", "graphs=true"])
+            write_run(tmp_path, f"uea/{name}", "flow", 0, 0.9, overrides=["epochs=8", "precision=bf16"])
+            write_run(tmp_path, f"uea/{name}", "softmax", 0, 0.9, overrides=["epochs=8"])
+        rows = collect([tmp_path])
+        first = the(rows, "uea")
+        lines = labelled(first)
+        assert list(lines) == ["Transformer ¹", "Linear Trans."]
+        assert lines["Transformer ¹"].average.final.mean == pytest.approx(90)
+        assert lines["Transformer ¹"].average.paper == pytest.approx((98.7 + 32.0) / 2)
+        assert first.note.endswith(" ¹ With precision=tf32 graphs=True, which changes the arithmetic only.")
+        further = the(rows, "uea", "the recipe's arithmetic")
+        assert list(labelled(further)) == ["Transformer"]
+        assert "Further runs" in further.note
+        assert list(labelled(the(rows, "uea", "epochs=8"))) == ["Transformer", "Flowformer ¹"]
+
+    def test_every_run_of_a_table_is_shown_once(self):
+        """On the committed results: no run is lost, and no heading holds overrides."""
+        rows = collect([ROOT / "results/reproduce-h200.csv", ROOT / "results/reproduce-cpu.csv"])
+        filled = summary.fill(rows)
+        shown = [run["folder"] for table in filled for run in table.runs]
+        assert sorted(shown) == sorted(row["folder"] for row in rows)
+        names = [name for table in filled for name in (*table.grid()[0], *(line for line, _ in table.grid()[1]))]
+        assert not [name for name in names if "=" in name]
+
+    def test_a_table_that_only_repeats_runs_is_left_out(self, tmp_path):
+        write_run(tmp_path, "lra/text", "flow", 0, 0.64)
+        assert [table.table.name for table in summary.fill(collect([tmp_path]))] == ["lra"]
+        write_run(tmp_path, "lra/text", "flow-relu", 0, 0.63)
+        assert [table.table.name for table in summary.fill(collect([tmp_path]))] == ["lra", "features"]
 
     def test_averages_are_over_the_columns_that_are_there(self, tmp_path):
         for name, score in (("JapaneseVowels", 0.99), ("Handwriting", 0.33)):
@@ -174,23 +221,33 @@ class TestTable:
         write_run(tmp_path, "imagenet/hierarchical", "flow", 0, 0.8, **sizes)
         headings, [(_, [score, *sizes])] = the(collect([tmp_path]), "imagenet").grid()
         assert headings == ["top-1", "top-5", "parameters, M", "FLOPs, G"]
-        assert str(score) == "80.00; paper 80.6, -0.60"
-        assert sizes == ["95.0; paper 94.9", "43.3; paper 41", "6.8; paper 6.3"]
+        assert score.texts == ["80.00", "paper 80.6, -0.60"]
+        assert sizes == [["95.0", "paper 94.9"], ["43.3", "paper 41"], ["6.8", "paper 6.3"]]
 
     def test_deviations_of_the_paper(self, tmp_path):
         write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 60.0, metric="score")
         write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 50.0, overrides=["version=v5sac"], metric="score")
         rows = collect([tmp_path])
         (line,) = the(rows, "d4rl").lines
-        assert str(line.cells["hopper medium"]) == "60.00; paper 66.9 ± 2.5, -6.90"
+        assert line.cells["hopper medium"].texts == ["60.00", "paper 66.9 ± 2.5, -6.90"]
         (line,) = the(rows, "rl-stand-ins").lines
-        assert str(line.cells["hopper medium"]) == "50.00"
+        assert line.cells["hopper medium"].texts == ["50.00"]
 
-    def test_as_published_is_a_line_of_its_own(self, tmp_path):
+    def test_as_published_is_a_table_of_its_own_beside_the_paper(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
         write_run(tmp_path, "lra/text@published", "flow", 0, 0.65)
-        labels = {line.label: line.cells["Text"].paper for line in the(collect([tmp_path]), "lra").lines}
-        assert labels == {"Flowformer": 64.29, "Flowformer (@published)": 64.29}
+        for title, score in (("", 64), ("@published", 65)):
+            (line,) = the(collect([tmp_path]), "lra", title).lines
+            assert (line.cells["Text"].final.mean, line.cells["Text"].paper) == (score, 64.29)
+
+    def test_the_note_says_which_evaluation_is_compared(self, tmp_path):
+        write_run(tmp_path, "lra/listops", "flow", 0, 0.36, 0.37)
+        note = the(collect([tmp_path]), "lra").note
+        assert note.startswith("Final evaluation; below it the paper's number and ours minus it, then the best")
+        assert "selected on the validation set" in note
+        write_run(tmp_path, "uea/JapaneseVowels", "flow", 0, 0.36)
+        note = the(collect([tmp_path]), "uea").note
+        assert note == "Best evaluation, selected on the test set; below it the paper's number and ours minus it."
 
     def test_data_that_differ_are_named(self, tmp_path):
         write_run(tmp_path, "uea/JapaneseVowels", facts={"differs": "one case more"})
@@ -247,7 +304,7 @@ class TestCollect:
 def test_markdown_names_every_run_with_its_folder(vowels):
     text = summary.markdown(collect([vowels]))
     assert "## UEA time series, accuracy in %" in text
-    assert "98.00 ± 1.00 / 99.00 ± 1.00 (3)<br>paper 98.9, +0.10" in text
+    assert "| 99.00 ± 1.00 (3)<br>paper 98.9, +0.10<br>final 98.00 ± 1.00 |" in text
     for row in collect([vowels]):
         assert row["folder"] in text
     widths = [line.count("|") for line in text.split("## Runs")[1].splitlines() if line.startswith("|")]

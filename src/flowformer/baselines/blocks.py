@@ -24,8 +24,6 @@ class BlockMechanism(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         batch, _, length, _ = query.shape
-        if length == 0:
-            return value
         if query_mask is not None:
             query = query.masked_fill(~query_mask[:, None, :, None], 0)
         if key_mask is not None:

@@ -172,7 +172,7 @@ def write_work(path: Path, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; the exit status is 1 if a result is wrong or more bytes are sent than predicted."""
+    """Prints the table; the exit status is 1 if a result is wrong or the bytes sent are not those of the formula."""
     parser = argparse.ArgumentParser("flowformer bench context", description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])

@@ -162,8 +162,8 @@ def measure(attention: str, mode: str, batch: int, position: int, options: argpa
         if not is_out_of_memory(error):
             raise
         return DecodeSpeed(attention, mode, batch, position, "OOM")
-    median, least, most = (1e3 * batch / time for time in percentiles(times))
-    return DecodeSpeed(attention, mode, batch, position, "ok", median, most, least, decoder.cache_bytes / 2**20)
+    median, fast, slow = (1e3 * batch / time for time in percentiles(times))
+    return DecodeSpeed(attention, mode, batch, position, "ok", median, slow, fast, decoder.cache_bytes / 2**20)
 
 
 def run(options: argparse.Namespace) -> Iterator[DecodeSpeed]:

@@ -89,10 +89,10 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
         trainer = Trainer(config, Path(folder), splits._replace(valid=part, test=part), None, False, report)
         device, task = trainer.accelerator.device, trainer.task
         started, batches = 0.0, []
-        for i, batch in enumerate(trainer.batches(0)):
-            if i == warmup * config.accumulate:
-                started = time.perf_counter()
+        for batch in trainer.batches(0):
             batches.append(batch)
+            if len(batches) == warmup * config.accumulate:
+                started = time.perf_counter()
         _wait(device)
         data_seconds = time.perf_counter() - started
         tokens = sum(int(task.tokens(batch)) for batch in batches[warmup * config.accumulate :])

@@ -37,6 +37,7 @@ from .. import baselines
 from .._utils import suggestion
 from ..models.classifier import PRESETS, FlowformerClassifier
 from ..ops.variant import ABLATIONS
+from ..train import claims
 from ..train.paper import OOM, paper_speed, paper_speed_ratio
 from .measure import csv_file, is_out_of_memory, limited_memory, machine, milliseconds, peak_bytes, percentiles
 
@@ -281,6 +282,13 @@ def parse(arguments: list[str] | None = None):
 
 def main(arguments: list[str] | None = None) -> list[SpeedCell]:
     options = parse(arguments)
+    if options.out is None or not claims.is_queued():
+        return _main(options)
+    with claims.claimed(options.out.parent):
+        return _main(options)
+
+
+def _main(options: argparse.Namespace) -> list[SpeedCell]:
     if options.plot:
         from ..viz import speed_bars  # imported before the timing, since matplotlib may be missing
     say = partial(print, file=sys.stderr, flush=True)

@@ -155,8 +155,8 @@ def results(
 ) -> None:
     """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
 
-    Numbers are means over seeds, of the final evaluation and of the best one. A run that differs from its recipe
-    says so, and is not compared with the paper.
+    Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides have tables of their
+    own, without the paper's numbers; a footnote marks overrides that change the arithmetic only, such as precision.
     """
     from ..train import summary
     from ..train.results import collect

@@ -115,12 +115,17 @@ def fit(
     [bold]flowformer results[/bold] shows both.
     """
     from ..train.config import TrainConfig, to_dict
+    from ..train.loop import Interrupted
     from ..train.methods import fit as methods
 
     config = methods.configure(recipe, method, options or [], seed=seed)
     folder = out or Path("runs") / config.name
-    with progress(as_json) as reporter:
-        result = methods.fit(config, folder, data_dir=data, report=reporter(method))
+    try:
+        with progress(as_json) as reporter:
+            result = methods.fit(config, folder, data_dir=data, report=reporter(method))
+    except Interrupted as stopped:
+        errors.print(f"{stopped} Run the same command to continue.")
+        raise typer.Exit(130) from stopped
     if as_json:
         print(json.dumps({**result, "folder": str(folder)}))
         return

@@ -113,7 +113,7 @@ def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
     numba.
     """
     try:
-        header, _, body = path.read_text().partition("@data")
+        header, _, body = path.read_text(encoding="utf-8").partition("@data")
         if "@timestamps true" in header.lower():
             raise ValueError("it has time stamps, which the archive's sets have not")
         (declared,) = (line.split() for line in header.splitlines() if line.lower().startswith("@classlabel"))

@@ -23,7 +23,7 @@ from typing import IO, Any
 CLAIM = "claim.json"
 HEARTBEAT = 5.0  # seconds
 STALE = 120.0  # seconds without a heartbeat after which a claim expires
-PARENT = "FLOWFORMER_PARENT"  # environment variable: a run stops when the process of this id is gone
+PARENT = "FLOWFORMER_PARENT"  # environment variable: the queue that started this process, which stops if that is gone
 _RESERVED = "reserved"
 
 
@@ -77,8 +77,16 @@ class Claim:
                 os.utime(self._path)
 
 
+def is_queued() -> bool:
+    """Whether a queue started this process, and reserved the folder that it is to claim."""
+    return PARENT in os.environ
+
+
 def reserve(folder: Path) -> dict[str, Any] | None:
-    """Claim a folder for a child that this process is about to start; returns the owner if there is one already."""
+    """Reserve a folder for a child that this process is about to start; returns the owner if there is one already.
+
+    A reservation has no heartbeat and expires: the child has to claim the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / CLAIM) as file:
         owner = _alive(file, folder)

@@ -48,7 +48,7 @@ class TrainConfig:
             and the result says so.
         model: the config of the model. What the data decides (classes, features, words, lengths) is filled in.
         optimiser, schedule: how it learns.
-        steps, epochs: how long; steps wins where both are given.
+        steps, epochs: how long; steps comes first where both are given.
         batch_size: examples of one update, over all ranks and micro-batches.
         accumulate: micro-batches of a rank in one update (gradient accumulation).
         pad_full: pad every batch to the longest length of the data set instead of the longest of the batch.
@@ -56,8 +56,8 @@ class TrainConfig:
         replacement: draw every example at random, instead of each once an epoch.
         repeats: how often an example is in its batch, augmented anew each time (repeated augmentation; 3 for DeiT); an
             epoch has as many fewer examples.
-        eval_every: updates between evaluations; None is `eval_epochs`. The last update is always followed by one.
-        eval_epochs: epochs between evaluations.
+        eval_every, eval_epochs: updates or epochs between evaluations; eval_every comes first where it is not None. The
+            last update is always followed by one.
         eval_batch_size: examples of one evaluated batch; None is batch_size.
         select_on: the split that says which evaluation is the best. "valid" leaves the test set alone until the end;
             "test" is what most of the paper's code does; results say so.
@@ -220,8 +220,9 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # first the attention, which decides the options there are, then the preset, which sets them
-    first = (r"(model\.)?attention=", r"preset=")
+    # first the attention, which decides the options there are, then the preset, which sets them; epochs before
+    # steps=none, since a run needs an end
+    first = (r"(model\.)?attention=", r"preset=", r"epochs=")
     for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -231,6 +232,13 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
             from .benchmark import benchmark  # here, since it needs this file
 
             config = benchmark(config)
+    assigned = {assignment.partition("=")[0] for assignment in assignments}
+    for key, winner in (("epochs", "steps"), ("eval_epochs", "eval_every")):
+        if key in assigned and getattr(config, winner) is not None:
+            raise ValueError(
+                f"{key} has no effect beside {winner}={getattr(config, winner)}, which comes first. Pass {winner}=none "
+                f"as well, or {winner} alone."
+            )
     return config
 
 
@@ -274,7 +282,7 @@ def _resolve(config: TrainConfig, key: str) -> str:
 def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
     name, *rest = path
     if isinstance(config, dict):
-        return {**config, name: _parse_like(text, config[name], key)}
+        return {**config, name: _parse(text, type(config[name]), key)}
     value = getattr(config, name)
     if name == ATTENTION_OPTIONS:
         (option,) = rest
@@ -291,11 +299,6 @@ def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
     from .. import baselines  # here, since most runs need none of them
 
     return baselines.options(model.attention)
-
-
-def _parse_like(text: str, value: Any, key: str) -> Any:
-    """The text as a value of the type of the one it replaces."""
-    return json.loads(text) if value is None else _parse(text, type(value), key)
 
 
 def _parse(text: str, hint: Any, key: str) -> Any:

@@ -93,7 +93,7 @@ class Job:
         if self.blocked is not None:
             return self.blocked
         if (self.folder / ERROR).exists():
-            return f"failed: {(self.folder / ERROR).read_text().strip()}"
+            return f"failed: {(self.folder / ERROR).read_text(encoding='utf-8').strip()}"
         checkpoint = checkpoints.latest(self.folder / "checkpoints")
         return "to do" if checkpoint is None else f"to do from {checkpoint.name}"
 

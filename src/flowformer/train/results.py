@@ -6,11 +6,11 @@ import csv
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from .. import data
@@ -19,7 +19,7 @@ from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
 from .config import TrainConfig, from_dict, keys, load, override
-from .engine import Share, without_gpu
+from .engine import Share, build_accelerator
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
@@ -116,7 +116,16 @@ def same_experiment(differences: str) -> bool:
     >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
     (True, False)
     """
-    return all(each == recipes.PUBLISHED or each.partition("=")[0] in ARITHMETIC for each in differences.split())
+    return all(each == recipes.PUBLISHED or is_arithmetic(each) for each in differences.split())
+
+
+def is_arithmetic(override: str) -> bool:
+    """Whether an override changes only the arithmetic.
+
+    >>> is_arithmetic("precision=tf32"), is_arithmetic("epochs=8")
+    (True, False)
+    """
+    return override.partition("=")[0] in ARITHMETIC
 
 
 def comparable_score(fields: dict[str, Any], attention: str) -> float | None:
@@ -215,7 +224,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
@@ -232,7 +241,7 @@ def _read_csv(path: Path) -> Iterable[Row]:
 def evaluate_run(
     run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """The scores of a model of a run, computed anew.
+    """The scores of a model of a run, computed anew in the precision of the run.
 
     Args:
         run: the folder of the run.
@@ -245,7 +254,7 @@ def evaluate_run(
     dataset = getattr(splits, split)
     if dataset is None:
         raise ValueError(f"{config.data} has no validation part; accepted: test.")
-    accelerator = Accelerator(cpu=without_gpu())
+    accelerator = build_accelerator(replace(config, parallel="ddp"))
     objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
     played = task.evaluate(trained, splits, config)
     share = Share(accelerator.process_index, accelerator.num_processes)

@@ -1,11 +1,16 @@
-"""The paper's tables filled in: mean and deviation over seeds, final and best evaluation, and the paper's number."""
+"""The paper's tables filled in: mean and deviation over seeds, final and best evaluation, and the paper's number.
+
+The overrides of a run are its protocol, such as epochs=8, and its arithmetic, such as precision=tf32. Runs of one
+protocol share a table, the recipe's own first. In it a method has runs of one arithmetic, with a footnote if that is
+not the recipe's: all methods stand side by side, and no mean or average mixes runs of two kinds. Its runs of any other
+arithmetic are in a table after that.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,11 @@ from typing import Any
 from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
-from .results import Row, same_experiment, write_csv
-from .tables import FIGURES, TABLES, Cell, Column, Method, Table
+from .results import Row, is_arithmetic, same_experiment, write_csv
+from .tables import FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -44,49 +50,106 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Filled:
-    """A cell with runs, or an average over the cells of a row.
+    """A cell with runs, or an average over the cells of a line.
 
     Args:
+        compared: which evaluation the paper reports.
         final, best: over the runs.
         runs: a row each; of an average, none.
         paper, paper_deviation: None where the paper has no number, or the runs are not what it describes.
-        difference: of what the paper reports, to its number.
     """
 
+    compared: Evaluation
     final: Score
     best: Score
     runs: tuple[Row, ...]
-    paper: float | None
-    difference: float | None
+    paper: float | None = None
     paper_deviation: float | None = None
 
-    def __str__(self) -> str:
-        ours = str(self.final) if self.final == self.best else f"{self.final} / {self.best}"
+    @property
+    def score(self) -> Score:
+        return self.best if self.compared == "best" else self.final
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.paper is None else self.score.mean - self.paper
+
+    @property
+    def other(self) -> str | None:
+        """The evaluation that is not compared; None where it is the same."""
+        if self.final == self.best:
+            return None
+        return f"final {self.final}" if self.compared == "best" else f"best {self.best}"
+
+    @property
+    def texts(self) -> list[str]:
+        """Our number; below it the paper's, and our other evaluation."""
         seeds = f" ({len(self.runs)})" if len(self.runs) > 1 else ""
-        if self.paper is None or self.difference is None:
-            return ours + seeds
-        spread = "" if self.paper_deviation is None else f" ± {self.paper_deviation}"
-        return f"{ours}{seeds}; paper {self.paper}{spread}, {self.difference:+.2f}"
+        texts = [f"{self.score}{seeds}"]
+        if self.paper is not None:
+            spread = "" if self.paper_deviation is None else f" ± {self.paper_deviation}"
+            texts.append(f"paper {self.paper}{spread}, {self.difference:+.2f}")
+        return [*texts, *([] if self.other is None else [self.other])]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method in a table, with what differs from its recipes; cells are by the label of their column."""
+    """A method in a table.
 
-    label: str
+    Args:
+        arithmetic: the overrides that its runs share and that do not change the protocol.
+        cells: by the label of their column.
+        figures: besides the score, each as our number and the paper's below it.
+    """
+
     method: Method
+    arithmetic: str
     cells: dict[str, Filled]
     average: Filled | None
-    figures: dict[str, str]
+    figures: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class FilledTable:
-    """A table with the lines and columns that have a run."""
+    """A table with the lines and columns that have a run of one protocol.
+
+    Args:
+        protocol: the overrides that make it another experiment than the recipe's; empty for none.
+        arithmetic: of all runs, in a table of further runs; None where methods differ in it, which footnotes say.
+    """
 
     table: Table
+    protocol: str
+    arithmetic: str | None
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
+
+    @property
+    def title(self) -> str:
+        overrides = [self.protocol] if self.protocol else []
+        if self.arithmetic is not None:
+            overrides.append(self.arithmetic or "the recipe's arithmetic")
+        return f"{self.table.title}: {', '.join(overrides)}" if overrides else self.table.title
+
+    @property
+    def cells(self) -> list[Filled]:
+        return [cell for line in self.lines for cell in line.cells.values()]
+
+    @property
+    def runs(self) -> list[Row]:
+        return [run for cell in self.cells for run in cell.runs]
+
+    @property
+    def footnotes(self) -> list[str]:
+        """The arithmetics that lines are marked with."""
+        marked = self.lines if self.arithmetic is None else ()
+        return list(dict.fromkeys(line.arithmetic for line in marked if line.arithmetic))
+
+    def label(self, line: Line) -> str:
+        """The method, with the mark of its footnote."""
+        if line.arithmetic not in self.footnotes:
+            return line.method.label
+        return f"{line.method.label} {_mark(self.footnotes.index(line.arithmetic))}"
 
     @property
     def average_label(self) -> str:
@@ -96,20 +159,33 @@ class FilledTable:
 
     @property
     def note(self) -> str:
-        """The sentence above the table: how to read its numbers."""
-        runs = [run for line in self.lines for cell in line.cells.values() for run in cell.runs]
-        chosen = sorted({run["best_chosen_on"] for run in runs} - {"nothing"})
-        selected = f", selected on the {' or '.join(chosen)} set" if chosen else ""
-        sentences = [f"Final evaluation / best evaluation{selected}."]
-        if any(len(cell.runs) > 1 for line in self.lines for cell in line.cells.values()):
+        """What stands above the table: how to read its numbers, and the footnotes."""
+        chosen = {run["best_chosen_on"] for run in self.runs}
+        sets = sorted({"test": "test", "valid": "validation"}[each] for each in chosen - {"nothing"})
+        best = f"best evaluation, selected on the {' or '.join(sets)} set" if sets else "best evaluation"
+        final = "final evaluation"
+        compared, other = (best, final) if self.table.compared == "best" else (final, best)
+        below = ["the paper's number and ours minus it"] if any(cell.paper is not None for cell in self.cells) else []
+        if any(cell.other for cell in self.cells):
+            below.append(f"the {other}")
+        sentences = [f"{compared.capitalize()}{'; below it ' if below else ''}{', then '.join(below)}."]
+        if "nothing" in chosen and len(chosen) > 1:
+            sentences.append("Methods without attention are evaluated once, at the end.")
+        if any(len(cell.runs) > 1 for cell in self.cells):
             sentences.append("Mean ± standard deviation over seeds (number of seeds).")
-        if any(cell.paper is not None for line in self.lines for cell in line.cells.values()):
-            sentences.append(f"Below: the paper's number, and our {self.table.compared} minus it.")
-        differing = {run["data"]: run["differs"] for run in runs if run["differs"]}
+        if not same_experiment(self.protocol):
+            sentences.append("These runs are not the recipe's experiment, so the paper's numbers are left out.")
+        if self.arithmetic is not None:
+            sentences.append("Further runs: a table above has more of these methods, in other arithmetic.")
+        differing = {run["data"]: run["differs"] for run in self.runs if run["differs"]}
         sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
+        sentences += [
+            f"{_mark(i)} With {overrides}, which changes the arithmetic only."
+            for i, overrides in enumerate(self.footnotes)
+        ]
         return " ".join(sentences)
 
-    def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | str | None]]]]:
+    def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | list[str] | None]]]]:
         """Headings, and lines of cells, in the paper's orientation."""
         averaged = any(line.average is not None for line in self.lines)
         names = [column.label for column in self.columns] + ([self.average_label] if averaged else [])
@@ -118,27 +194,48 @@ class FilledTable:
             return line.cells.get(name) if name in line.cells or name != self.average_label else line.average
 
         if self.table.methods_across:
-            headings = [line.label for line in self.lines]
+            headings = [self.label(line) for line in self.lines]
             return headings, [(name, [cell(line, name) for line in self.lines]) for name in names]
         extra = [figure for figure in _SIZES if any(figure in line.figures for line in self.lines)]
         headings = [*names, *(_SIZES[figure] for figure in extra)]
         return headings, [
-            (line.label, [*(cell(line, name) for name in names), *(line.figures.get(each) for each in extra)])
+            (self.label(line), [*(cell(line, name) for name in names), *(line.figures.get(each) for each in extra)])
             for line in self.lines
         ]
 
 
+def _mark(footnote: int) -> str:
+    return str(footnote + 1).translate(_SUPERSCRIPTS)
+
+
+# the runs of a method in a table: by arithmetic, then by column
+Runs = dict[str, dict[Column, list[Row]]]
+
+
 def fill(rows: Iterable[Row]) -> list[FilledTable]:
-    """The tables that have runs."""
+    """The tables that have runs, without those that only repeat runs of tables before them."""
     printed = [table for tables in TABLES.values() for table in tables if table != FIGURES]
     cells = [cell for table in printed for cell in table.cells()]
-    runs: dict[Cell, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Table, dict[str, dict[Method, Runs]]] = {table: {} for table in printed}
     for row in rows:
         homes = [(cell, _beyond(cell, row)) for cell in cells if _is_of(cell, row)]
         exact = [(cell, beyond) for cell, beyond in homes if not beyond]
         for cell, beyond in exact or homes:
-            runs[cell][beyond].append(row)
-    return [filled for filled in (_fill(table, runs) for table in printed) if filled.lines]
+            protocol, arithmetic = (
+                " ".join(each for each in beyond if is_arithmetic(each) == wanted) for wanted in (False, True)
+            )
+            of_method = found[cell.table].setdefault(protocol, {}).setdefault(cell.method, {})
+            of_method.setdefault(arithmetic, {}).setdefault(cell.column, []).append(row)
+    shown: set[int] = set()
+    filled = []
+    for table, protocols in found.items():
+        for protocol in sorted(protocols):
+            for each in _tables(table, protocol, protocols[protocol]):
+                runs = {id(run) for run in each.runs}
+                if not runs <= shown:
+                    filled.append(each)
+                shown |= runs
+    return filled
 
 
 def _is_of(cell: Cell, row: Row) -> bool:
@@ -146,39 +243,59 @@ def _is_of(cell: Cell, row: Row) -> bool:
     return own and (row["recipe"].removesuffix(PUBLISHED), row["attention"]) == (cell.column.recipe, cell.method.name)
 
 
-def _beyond(cell: Cell, row: Row) -> str:
+def _beyond(cell: Cell, row: Row) -> list[str]:
     """The overrides of a run that its cell does not have."""
     more = [each for each in row["overrides"].split() if each not in cell.overrides]
-    return " ".join(([PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []) + more)
+    return [*([PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []), *more]
 
 
-def _fill(table: Table, runs: dict[Cell, dict[str, list[Row]]]) -> FilledTable:
-    mine = {cell: runs[cell] for cell in table.cells() if cell in runs}
-    columns = tuple(column for column in table.columns if any(cell.column == column for cell in mine))
-    lines = []
-    for method in table.methods:
-        of_method = {cell.column: found for cell, found in mine.items() if cell.method == method}
-        for beyond in sorted({words for found in of_method.values() for words in found}):
-            found = {column: by_words[beyond] for column, by_words in of_method.items() if beyond in by_words}
-            filled = {
-                column: _cell(Cell(table, method, column), found[column], same_experiment(beyond))
-                for column in columns
-                if column in found
-            }
-            label = f"{method.label} ({beyond})" if beyond else method.label
-            average = _average(table, method, filled, columns, same_experiment(beyond))
-            of_line = [row for each in found.values() for row in each]
-            figures = _figures(Cell(table, method, columns[0]), of_line, same_experiment(beyond))
-            lines.append(Line(label, method, {column.label: x for column, x in filled.items()}, average, figures))
-    return FilledTable(table, columns, tuple(lines))
+def _tables(table: Table, protocol: str, runs: dict[Method, Runs]) -> Iterator[FilledTable]:
+    """The table of all methods, then those of the arithmetics that did not get into it."""
+    runs = {method: dict(runs[method]) for method in table.methods if method in runs}
+    chosen = {method: _fullest(of_method) for method, of_method in runs.items()}
+    yield _table(table, protocol, None, {method: {chosen[method]: runs[method].pop(chosen[method])} for method in runs})
+    for arithmetic in sorted({each for of_method in runs.values() for each in of_method}):
+        further = {
+            method: {arithmetic: of_method[arithmetic]} for method, of_method in runs.items() if arithmetic in of_method
+        }
+        yield _table(table, protocol, arithmetic, further)
+
+
+def _table(table: Table, protocol: str, arithmetic: str | None, runs: dict[Method, Runs]) -> FilledTable:
+    """With one arithmetic of each method."""
+    found = [(method, each, cells) for method, of_method in runs.items() for each, cells in of_method.items()]
+    columns = tuple(column for column in table.columns if any(column in cells for _, _, cells in found))
+    lines = (_line(table, method, each, cells, columns, protocol) for method, each, cells in found)
+    return FilledTable(table, protocol, arithmetic, columns, tuple(lines))
+
+
+def _fullest(runs: Runs) -> str:
+    """The arithmetic with the most columns, then with the most runs; the recipe's own wins a tie."""
+    return min(runs, key=lambda each: (-len(runs[each]), -sum(map(len, runs[each].values())), each))
+
+
+def _line(
+    table: Table,
+    method: Method,
+    arithmetic: str,
+    found: dict[Column, list[Row]],
+    columns: Sequence[Column],
+    protocol: str,
+) -> Line:
+    comparable = same_experiment(protocol)
+    filled = {
+        column: _cell(Cell(table, method, column), found[column], comparable) for column in columns if column in found
+    }
+    average = _average(table, method, filled, columns, comparable)
+    rows = [row for each in found.values() for row in each]
+    figures = _figures(Cell(table, method, columns[0]), rows, comparable)
+    return Line(method, arithmetic, {column.label: x for column, x in filled.items()}, average, figures)
 
 
 def _cell(cell: Cell, rows: list[Row], comparable: bool) -> Filled:
-    scores = {which: Score.of([row[which] for row in rows]) for which in ("final", "best")}
-    paper = cell.paper() if comparable else None
-    difference = None if paper is None else scores[cell.table.compared].mean - paper
-    deviation = cell.paper("deviation") if comparable else None
-    return Filled(scores["final"], scores["best"], tuple(rows), paper, difference, deviation)
+    final, best = (Score.of([row[which] for row in rows]) for which in ("final", "best"))
+    paper, deviation = (cell.paper(), cell.paper("deviation")) if comparable else (None, None)
+    return Filled(cell.table.compared, final, best, tuple(rows), paper, deviation)
 
 
 def _average(
@@ -190,30 +307,30 @@ def _average(
         return None
     seeds = [{row["seed"]: row for row in filled[column].runs} for column in counted]
     shared = set.intersection(*(set(each) for each in seeds))
-    scores = {}
-    for which in ("final", "best"):
+    whole = all(len(each) == len(shared) for each in seeds)
+
+    def score(which: str) -> Score:
         mean = statistics.fmean(getattr(filled[column], which).mean for column in counted)
         by_seed = [statistics.fmean(each[seed][which] for each in seeds) for seed in sorted(shared)]
-        whole = all(len(each) == len(shared) for each in seeds)
-        scores[which] = Score(mean, _deviation(by_seed) if whole else None)
+        return Score(mean, _deviation(by_seed) if whole else None)
+
     paper = table.paper_average(method.name, counted) if comparable else None
-    difference = None if paper is None else scores[table.compared].mean - paper
-    return Filled(scores["final"], scores["best"], (), None if paper is None else round(paper, 2), difference)
+    return Filled(table.compared, score("final"), score("best"), (), None if paper is None else round(paper, 2))
 
 
-def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, str]:
+def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[str]]:
     """Top-5, parameters and multiply-adds, ours and the paper's."""
     ours = {
         "top5": [row[f"top5_{cell.table.compared}"] for row in rows],
         "parameters": [row["parameters"] and row["parameters"] / 1e6 for row in rows],
         "flops": [row["multiply_adds"] and row["multiply_adds"] / 1e9 for row in rows],
     }
-    shown: dict[str, str] = {}
+    shown: dict[str, list[str]] = {}
     for figure in cell.table.figures:
         values = [value for value in ours.get(figure, []) if value is not None]
         if values:
             paper = cell.paper(figure) if comparable else None
-            shown[figure] = f"{Score.of(values).mean:.1f}" + ("" if paper is None else f"; paper {paper}")
+            shown[figure] = [f"{Score.of(values).mean:.1f}", *([] if paper is None else [f"paper {paper}"])]
     return shown
 
 
@@ -222,11 +339,8 @@ def markdown(rows: list[Row]) -> str:
     blocks = ["# Results"]
     for table in fill(rows):
         headings, lines = table.grid()
-        cells = [
-            [name, *("" if cell is None else str(cell).replace("; paper", "<br>paper") for cell in line)]
-            for name, line in lines
-        ]
-        blocks += [f"## {table.table.title}", table.note, _markdown_table(["", *headings], cells)]
+        cells = [[name, *("<br>".join(_texts(cell)) for cell in line)] for name, line in lines]
+        blocks += [f"## {table.title}", table.note, _markdown_table(["", *headings], cells)]
     blocks += ["## Runs", _markdown_table(list(_RUN_COLUMNS.values()), [_run(row) for row in rows])]
     return "\n\n".join(blocks)
 
@@ -284,8 +398,8 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     tables: list[dict[str, Any]] = []
     for table in fill(rows):
         headings, lines = table.grid()
-        cells = [(name, [_page_cell(cell, table.table.compared, numbers) for cell in line]) for name, line in lines]
-        tables.append({"title": table.table.title, "note": table.note, "headings": headings, "lines": cells})
+        cells = [(name, [_page_cell(cell, numbers) for cell in line]) for name, line in lines]
+        tables.append({"title": table.title, "note": table.note, "headings": headings, "lines": cells})
     every = [
         (
             row["recipe"],
@@ -309,11 +423,16 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     return results_page("Flowformer: results", tables, runs, figures)
 
 
-def _page_cell(cell: Filled | str | None, compared: str, numbers: dict[int, int]) -> dict[str, Any] | None:
+def _texts(cell: Filled | list[str] | None) -> list[str]:
+    return cell.texts if isinstance(cell, Filled) else cell or []
+
+
+def _page_cell(cell: Filled | list[str] | None, numbers: dict[int, int]) -> dict[str, Any] | None:
     if cell is None:
         return None
-    text, _, paper = str(cell).partition("; ")
-    if isinstance(cell, str):
-        return {"text": text, "paper": paper, "value": float(text), "runs": []}
-    runs = [numbers[id(row)] for row in cell.runs]
-    return {"text": text, "paper": paper, "value": getattr(cell, compared).mean, "runs": runs}
+    text, *below = _texts(cell)
+    if isinstance(cell, Filled):
+        value, runs = cell.score.mean, [numbers[id(row)] for row in cell.runs]
+    else:
+        value, runs = float(text), []
+    return {"text": text, "below": below, "value": value, "runs": runs}

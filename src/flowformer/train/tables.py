@@ -17,6 +17,7 @@ from .methods.fit import METHODS, MethodConfig, configure
 from .paper import Figure, paper_average, paper_figure
 
 DATA_OPTIONS = "data_options."
+Evaluation = Literal["final", "best"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Table:
     columns: tuple[Column, ...]
     methods: tuple[Method, ...]
     seeds: int
-    compared: Literal["final", "best"] = "final"
+    compared: Evaluation = "final"
     family: str | None = None
     figures: tuple[Figure, ...] = ()
     methods_across: bool = False

@@ -24,7 +24,7 @@ def results_page(
     Args:
         title: of the page.
         tables: each with "title", "note", "headings" and "lines": a name and its cells, each None or with "text",
-            "value" to sort by, "paper" (a text, or None) and "runs", the places of its runs in `runs`.
+            "value" to sort by, "below" (smaller lines of text) and "runs", the places of its runs in `runs`.
         runs: each with "name", "facts" (what is shown of its provenance) and "log", the records of its log.
         figures: images by their captions.
     """
@@ -150,7 +150,7 @@ function drawTable(table) {
     for (const cell of cells) {
       const place = make("td", line, cell ? cell.text : "");
       place.dataset.value = cell && cell.value !== null ? cell.value : "";
-      if (cell && cell.paper) make("small", place, cell.paper);
+      for (const text of cell?.below ?? []) make("small", place, text);
       if (cell && cell.runs.length) {
         place.className = "runs";
         place.onclick = () => showRuns(place, name, cell.runs);

@@ -33,6 +33,7 @@ _NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
 # the key of the method in config.json; it must not change, since folders are named after a digest of that file
 _KEY = "rival"
+_TAKEN = "{} has a run already. Choose another folder."
 
 
 @dataclass(frozen=True)
@@ -119,21 +120,24 @@ def fit(
 ) -> dict[str, Any]:
     """Fit, evaluate and write config.json, provenance.json, log.jsonl and result.json into a folder, as `train` does.
 
+    A fit that was interrupted starts again; the Decision Transformer goes on from its newest checkpoint.
+
     Args:
         config: of `configure`.
         report: as of `loop.train`.
     """
     if isinstance(config, TrainConfig):
-        return train_recipe(config, folder, data_dir=data_dir, report=report)
+        if (folder / RESULT).exists():
+            raise FileExistsError(_TAKEN.format(folder))
+        return train_recipe(config, folder, data_dir=data_dir, resume=True, report=report)
     with claimed(folder):
         return _fit(config, folder, data_dir, report)
 
 
 def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
     written, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
-    # a fit that was interrupted starts again
     if (folder / RESULT).exists() or (written.exists() and written.read_text() != text):
-        raise FileExistsError(f"{folder} has a run already. Choose another folder.")
+        raise FileExistsError(_TAKEN.format(folder))
     splits = data.load(config.data, data_dir, **config.data_options)
     device = _device(config)
     folder.mkdir(parents=True, exist_ok=True)
