@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..integrations.transformers.cache import FlowCacheLayer
 from .config import LinearizeConfig
-from .text import Sentences, special_token, tokenize
+from .text import Sentences, ended, special_token, tokenize
 
 if TYPE_CHECKING:
     from .student import Student
@@ -67,10 +67,7 @@ class HeldOut:
             count = min(max(int((read <= config.evaluate_tokens).sum()), 1), MOST_SENTENCES)
             sentences = Sentences(documents[:count], config.length, pad or 0, first, last, config.seed)
             return cls(None, 0, sentences, config.length, config.batch_size)
-        end = special_token(tokenizer, model_config, "eos")
-        if end is not None:
-            documents = [torch.cat([document, torch.tensor([end])]) for document in documents]
-        stream = torch.cat(documents)
+        stream = torch.cat(ended(documents, special_token(tokenizer, model_config, "eos")))
         words = sum(len(text.split()) for text in texts if isinstance(text, str))
         kept = stream[: config.evaluate_tokens]
         if len(kept) < 2:

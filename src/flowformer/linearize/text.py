@@ -1,4 +1,4 @@
-"""Text as batches: documents packed into rows for decoders, sentences side by side for encoders.
+"""Text as batches: documents packed into rows, or padded side by side.
 
 A batch is a function of its number alone, so that an interrupted run goes on with the next one.
 
@@ -50,6 +50,11 @@ def special_token(tokenizer: Any, config: Any, name: str) -> int | None:
     return next((token for token in found if isinstance(token, int)), None)
 
 
+def ended(documents: list[Tensor], end: int | None) -> list[Tensor]:
+    """Documents that end with a token, or None for as they are."""
+    return documents if end is None else [torch.cat([document, torch.tensor([end])]) for document in documents]
+
+
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Of their bytes."""
     result = 0
@@ -70,8 +75,7 @@ class PackedRows:
     """
 
     def __init__(self, documents: list[Tensor], length: int, end: int | None, seed: int) -> None:
-        if end is not None:
-            documents = [torch.cat([document, torch.tensor([end])]) for document in documents]
+        documents = ended(documents, end)
         total = sum(map(len, documents))
         rows = total // length
         if rows < 1:
@@ -105,7 +109,8 @@ class PackedRows:
 
 
 class Sentences:
-    """Documents cut to `length` tokens, padded side by side, for encoders.
+    """Documents cut to `length` tokens and padded side by side, where hidden states are learned or packed documents
+    would see each other.
 
     Rows of an update have similar lengths: padding costs as much as tokens.
 

@@ -27,7 +27,7 @@ from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
 from .evaluate import HeldOut, compare
 from .pair import Pair
-from .text import Batches, GivenBatches, PackedRows, Sentences, checksum, special_token, tokenize
+from .text import Batches, GivenBatches, PackedRows, Sentences, checksum, ended, special_token, tokenize
 
 if TYPE_CHECKING:
     from .student import Student
@@ -116,7 +116,10 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
         )
     special = partial(special_token, student.tokenizer, student.model.config)
     if student.is_language_model:
-        return PackedRows(documents, config.length, special("eos"), config.seed)
+        if Pair(student, config).keeps_apart():
+            return PackedRows(documents, config.length, special("eos"), config.seed)
+        pieces = [piece for document in ended(documents, special("eos")) for piece in document.split(config.length)]
+        return Sentences(pieces, config.length, special("pad") or 0, None, None, config.seed)
     around = (None, None) if student.tokenizer is None else (special("cls"), special("sep"))
     return Sentences(documents, config.length, special("pad") or 0, *around, config.seed)
 
