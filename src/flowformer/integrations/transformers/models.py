@@ -5,6 +5,7 @@ Shapes: B batch, N tokens, W width, R sequences packed into a batch, L the longe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -43,6 +44,18 @@ class FlowformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FlowDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable = FlowformerLM.checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """What `activation_checkpointing_enable` chooses, for layers that are not those of transformers."""
+        for module in self.modules():
+            if isinstance(module, FlowformerLM):
+                module.gradient_checkpointing = enable
+                module.checkpoint, module.checkpoint_every = gradient_checkpointing_func, every_n_layers
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.LayerNorm | LearnedPositions):
