@@ -169,6 +169,19 @@ def test_a_packed_batch_is_a_loop_over_its_sequences():
     assert_close(two_rows, alone.expand(2, -1, -1))
     with pytest.raises(ValueError, match="packed sequences and a cache"):
         model(tokens, cu_seq_lens_q=ends, use_cache=True)
+    mask = torch.ones_like(tokens)
+    assert_close(model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False).logits, alone)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="cu_seq_lens_q and an attention_mask with padding"):
+        model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False)
+
+
+def test_packed_sequences_keep_the_positions_that_are_passed():
+    model, positions = language_model(), torch.tensor([[3, 4, 5, 6, 9, 10, 11]])
+    parts = zip(PROMPTS[:1].split([4, 3], 1), positions.split([4, 3], 1), strict=True)
+    alone = [model(tokens, position_ids=each, use_cache=False).logits for tokens, each in parts]
+    packed = model(PROMPTS[:1], position_ids=positions, use_cache=False).logits
+    assert_close(packed, torch.cat(alone, 1))
 
 
 def test_logits_to_keep_and_tuples():

@@ -141,12 +141,16 @@ def tokens_of(
     packed_q, packed_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if mask is not None and mask.dim() == 1:
         packed_q = packed_k = mask
-    if packed_q is not None and packed_k is not None:
-        return Tokens(bool(is_causal), bounds=packed_q)
-    mask = None if mask is None else mask.flatten(1)  # (B, 1, N) or (B, N, 1) → (B, N)
-    if mask is None or mask.stride(-1) == 0:
-        return Tokens(bool(is_causal))
-    return Tokens(bool(is_causal), mask.bool())
+    if (packed_q is None) != (packed_k is None):
+        raise ValueError("packed sequences need cu_seq_lens_q and cu_seq_lens_k, got one of them.")
+    if mask is not None and mask.dim() > 1:
+        mask = mask.flatten(1)  # (B, 1, N) or (B, N, 1) → (B, N)
+        mask = None if mask.stride(-1) == 0 else mask.bool()
+    if packed_q is None:
+        return Tokens(bool(is_causal), mask)
+    if mask is not None and mask.dim() > 1:
+        check_packed_mask(mask)
+    return Tokens(bool(is_causal), bounds=packed_q)
 
 
 def flow_attention_mask(
@@ -268,6 +272,15 @@ def _joins_all(mask_function: Callable, positions: Tensor) -> bool:
     """Whether all tokens see each other, so that a union with any other pattern is this one."""
     starts = None if _is_causal(mask_function) else _starts(mask_function, positions)
     return starts is not None and not starts[:, 1:].any()
+
+
+def check_packed_mask(mask: Tensor) -> None:
+    """Refuse padding beside the bounds of packed sequences."""
+    if not mask.all():
+        raise ValueError(
+            "got cu_seq_lens_q and an attention_mask with padding. Pack sequences without padding, or pass the mask "
+            "alone."
+        )
 
 
 def bounds(starts: Tensor) -> Tensor:
