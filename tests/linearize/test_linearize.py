@@ -16,7 +16,7 @@ from language import SHORT, VIT, WORDS, documents
 from transformers import AutoModelForCausalLM
 
 from flowformer import FlowVariant
-from flowformer.integrations.transformers.heads import Exchange
+from flowformer.integrations.transformers.linearized_heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.pair import Pair
 from flowformer.linearize.text import PackedRows

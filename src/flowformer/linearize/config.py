@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from .._utils import check_literals, check_options, check_positive
-from ..integrations.transformers.heads import RENORMALIZED, Exchange, Features
+from ..integrations.transformers.linearized_heads import RENORMALIZED, Exchange, Features
 from ..ops import FlowVariant
 
 

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from .._utils import optional_import
 from ..integrations.transformers.attention import exchanged_attention, flow_attention_mask, tokens_of
 from ..integrations.transformers.cache import NAME as FLOW
-from ..integrations.transformers.heads import FlowHeads
+from ..integrations.transformers.linearized_heads import FlowHeads
 from ..integrations.transformers.served import is_flow, parts_of
 from ..integrations.transformers.softmax import softmax_attention
 from .config import LinearizeConfig

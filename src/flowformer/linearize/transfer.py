@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .._utils import atomic_file, write_atomically
-from ..integrations.transformers.heads import FlowHeads
+from ..integrations.transformers.linearized_heads import FlowHeads
 from ..train.engine import without_gpu
 from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser

@@ -18,7 +18,7 @@ from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varl
 from ...ops.common import is_exporting
 from .cache import NAME, FlowCacheLayer
 from .context import group_of
-from .heads import KEPT, FlowHeads
+from .linearized_heads import KEPT, FlowHeads
 from .served import ATTENDS_ELSEWHERE, current_cache, is_cross_attention, refuse
 from .softmax import Tokens, softmax_attention, window_attention
 
