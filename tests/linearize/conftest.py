@@ -9,7 +9,7 @@ import torch
 import transformers
 from language import LLAMA, documents
 
-from flowformer.linearize.text import PackedRows
+from flowformer.linearize.text import PackedRows, framed
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def trained() -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(copy.deepcopy(LLAMA))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    rows = PackedRows(documents(200), 24, 1, 0)
+    rows = PackedRows(framed(documents(200), [], [1]), 24, 0)
     for step in range(60):
         batch = rows.batch(step, 16)
         loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss

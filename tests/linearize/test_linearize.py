@@ -94,7 +94,7 @@ def test_the_teacher_is_the_model_as_it_was(teacher):
 def test_stage_one_gets_the_teachers_inputs(teacher):
     """The error of an attention does not depend on what the layers before it have learned."""
     student = linearize(teacher)
-    batch = PackedRows(documents(20), 24, 1, 0).batch(0, 4)
+    batch = PackedRows(documents(20), 24, 0).batch(0, 4)
     pair = Pair(student, LinearizeConfig())
     before = pair.errors(batch, learns=False)
     torch.nn.init.normal_(student.heads[0].query_projection)
@@ -108,7 +108,7 @@ def test_stage_one_gets_the_teachers_inputs(teacher):
 
 
 def test_kept_layers_and_windows_have_less_to_learn(teacher):
-    batch = PackedRows(documents(20), 24, 1, 0).batch(0, 4)
+    batch = PackedRows(documents(20), 24, 0).batch(0, 4)
     errors = {}
     for name, options in {"none": {}, "window": {"window": 23}, "kept": {"keep_layers": (0,)}}.items():
         student = linearize(copy.deepcopy(teacher), config=LinearizeConfig(length=24, **options))

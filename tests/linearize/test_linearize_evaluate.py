@@ -53,12 +53,12 @@ def test_evaluation_scores_every_token_once():
 
 def test_cloze_accuracy_is_the_share_of_last_words_that_are_guessed():
     def tokenizer(text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [ord(letter) for letter in text if letter != " "]}
+        return {"input_ids": [7] * add_special_tokens + [ord(letter) for letter in text if letter != " "]}
 
     def logits(batch):
         """Those of a model that expects every second letter to be the same."""
         tokens = batch["input_ids"]
+        assert tokens[0, 0] == 7  # as every text begins
         return torch.nn.functional.one_hot(torch.cat([tokens[:, :1], tokens[:, :-1]], 1), 128).float()
 
     # one letter of the second is wrong; the last has no word before it

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.pair import Pair
-from flowformer.linearize.text import PackedRows, Sentences
+from flowformer.linearize.text import PackedRows, PaddedRows
 from flowformer.linearize.transfer import make_batches
 
 
@@ -130,8 +130,8 @@ SIZES |= {"num_hidden_layers": 2, "eos_token_id": 1}
     ("config", "rows"),
     [
         (LLAMA, PackedRows),
-        (transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=32), Sentences),
-        (transformers.Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]), Sentences),
+        (transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=32), PaddedRows),
+        (transformers.Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"]), PaddedRows),
         (transformers.CTRLConfig(vocab_size=WORDS, n_embd=32, dff=32, n_layer=2, n_head=4), PackedRows),
     ],
     ids=["llama", "opt", "lfm2", "ctrl"],
@@ -144,11 +144,11 @@ def test_documents_do_not_see_each_other(config, rows):
     options = LinearizeConfig(length=24, batch_size=4)
     batches, pair = make_batches(student, documents(9), options), Pair(student, options)
     assert type(batches) is rows
-    if rows is Sentences:
+    if rows is PaddedRows:
         assert batches.lengths.sum() == sum(len(document) + 1 for document in documents(9))
     batch = batches.batch(0, 4)
     tokens, mask = batch["input_ids"], batch.get("attention_mask", torch.ones(4, 24)).bool()
-    begins = torch.zeros_like(mask) if rows is Sentences else batch["position_ids"] == 0
+    begins = torch.zeros_like(mask) if rows is PaddedRows else batch["position_ids"] == 0
     begins[:, 0] = True
     for run in (pair.taught, pair.learned):
         together = run(batch)
