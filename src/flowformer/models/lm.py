@@ -397,7 +397,7 @@ def next_tokens(tokens: Tensor, mask: Tensor | None = None, group: Group | None 
     following = tokens[:, 1:]
     if mask is not None:
         following = following.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED)
-    following = F.pad(following, (0, 1), value=IGNORED)
+    following = F.pad(following, (0, 1), value=IGNORED)[:, : tokens.shape[1]]
     if group is None:
         return following
     from ..ops.context.exchange import first_after
