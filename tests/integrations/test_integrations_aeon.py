@@ -122,8 +122,10 @@ class TestStandardisation:
     @pytest.mark.filterwarnings("ignore:Data seen by instance")
     def test_constant_channel_and_target(self):
         X, y, _ = waves()
-        X = [np.concatenate([x, np.full_like(x[:1], 3.0)]) for x in X]
-        assert np.isfinite(FlowformerClassifier(**SMALL).fit(X, y).predict_proba(X)).all()
+        X = [np.concatenate([x, np.full_like(x[:1], 0.1)]) for x in X]
+        classifier = FlowformerClassifier(**SMALL).fit(X, y)
+        assert np.isfinite(classifier.predict_proba(X)).all()
+        assert classifier.channel_scale_[-1] == 1  # the deviation of many 0.1 is 1e-17
         predicted = FlowformerRegressor(**SMALL).fit(X, np.full(40, 2.5)).predict(X)
         np.testing.assert_allclose(predicted, 2.5, atol=2)
 

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -168,6 +169,19 @@ def test_a_packed_batch_is_a_loop_over_its_sequences():
     assert_close(two_rows, alone.expand(2, -1, -1))
     with pytest.raises(ValueError, match="packed sequences and a cache"):
         model(tokens, cu_seq_lens_q=ends, use_cache=True)
+    mask = torch.ones_like(tokens)
+    assert_close(model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False).logits, alone)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="cu_seq_lens_q and an attention_mask with padding"):
+        model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False)
+
+
+def test_packed_sequences_keep_the_positions_that_are_passed():
+    model, positions = language_model(), torch.tensor([[3, 4, 5, 6, 9, 10, 11]])
+    parts = zip(PROMPTS[:1].split([4, 3], 1), positions.split([4, 3], 1), strict=True)
+    alone = [model(tokens, position_ids=each, use_cache=False).logits for tokens, each in parts]
+    packed = model(PROMPTS[:1], position_ids=positions, use_cache=False).logits
+    assert_close(packed, torch.cat(alone, 1))
 
 
 def test_logits_to_keep_and_tuples():
@@ -206,6 +220,38 @@ def test_gradient_checkpointing_changes_nothing():
     for value, truth in zip(with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits), plain, strict=True):
         assert_close(value, truth)
     assert len(calls) == 2  # once again in the backward pass
+
+
+@pytest.mark.skipif(not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"), reason="since 5.23")
+def test_options_of_checkpointing_are_honoured():
+    model = language_model(num_hidden_layers=5).train()
+    layers = model.model.lm.decoder.layers
+
+    def runs() -> list[int]:
+        """How often each layer runs in a forward and a backward pass."""
+        calls = []
+        hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in layers]
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return [calls.count(layer) for layer in layers]
+
+    contexts = []
+
+    def context_fn():
+        contexts.append(1)
+        return nullcontext(), nullcontext()
+
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context_fn}, every_n_layers=2)
+    assert runs() == [2, 1, 2, 1, 2]
+    assert len(contexts) == 3
+    model.activation_checkpointing_enable({"use_reentrant": True}, every_n_layers=3)
+    assert runs() == [2, 1, 1, 2, 1]
+    assert len(contexts) == 3
+    model.activation_checkpointing_disable()
+    assert runs() == [1] * 5
+    model.activation_checkpointing_enable()
+    assert runs() == [2] * 5
 
 
 def test_training_makes_no_cache():

@@ -177,6 +177,18 @@ def test_bounds_of_packed_sequences_are_those_of_the_mask_that_softmax_gets(crea
     assert torch.equal(visible, (sequence[:, None] == sequence[:, :, None]) & torch.ones(12, 12).tril().bool())
 
 
+def test_bounds_beside_padding_or_alone_are_refused():
+    model, ends = existing(DECODERS["llama"]), torch.tensor([0, 7, 10, 14, 21], dtype=torch.int32)
+    both = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    with pytest.raises(ValueError, match="attention_mask with padding"):
+        model(PROMPTS, attention_mask=LEFT, use_cache=False, **both)
+    everyone = model(PROMPTS, attention_mask=torch.ones_like(LEFT), use_cache=False, **both).last_hidden_state
+    assert_close(everyone, model(PROMPTS, use_cache=False, **both).last_hidden_state)
+    for name in both:
+        with pytest.raises(ValueError, match="need cu_seq_lens_q and cu_seq_lens_k"):
+            model(PROMPTS, use_cache=False, **{name: ends})
+
+
 def test_masks_of_pairs_of_tokens_are_refused():
     model = existing(ENCODERS["bert"])
     with pytest.raises(ValueError, match=r"got \(3, 1, 7, 7\).*no linear form"):

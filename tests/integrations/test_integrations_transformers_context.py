@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from flowformer.integrations.transformers import FlowformerConfig, cut_sequences
-from flowformer.integrations.transformers.heads import Exchange
+from flowformer.integrations.transformers.linearized_heads import Exchange
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from flowformer import FlowVariant, flow_attention
 from flowformer.integrations.transformers import FlowCache, FlowCacheLayer
-from flowformer.integrations.transformers.heads import Exchange, FlowHeads
+from flowformer.integrations.transformers.linearized_heads import Exchange, FlowHeads
 from flowformer.integrations.transformers.softmax import Tokens, softmax_attention, window_attention
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24}

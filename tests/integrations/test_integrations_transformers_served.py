@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from small_transformers import small_model
+from sweep_transformers import watched
 from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -209,10 +210,12 @@ def test_another_attention_afterwards_is_untouched():
         lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0),
         lambda b, h, q, k: (k <= q) & (k != 5),
         and_masks(causal_mask_function, lambda b, h, q, k: q - k != 3),
+        and_masks(causal_mask_function, lambda b, h, q, k: torch.tensor(False)),
+        or_masks(causal_mask_function, lambda b, h, q, k: k < 3),
         and_masks(causal_mask_function, packed_sequence_mask_function(torch.tensor([[0, 1, 0, 1, 0, 1, 0]]))),
         sliding_window_causal_mask_function(6),
     ],
-    ids=["sink and window", "dilated", "skips a token", "skips a distance", "interleaved", "window"],
+    ids=["sink and window", "dilated", "skips a token", "skips a distance", "empty", "prefix", "interleaved", "window"],
 )
 def test_a_pattern_that_is_not_known_is_refused(pattern):
     with pytest.raises(NotImplementedError, match="no linear form"):
@@ -224,6 +227,50 @@ def test_a_window_as_long_as_the_input_is_causal():
     assert mask.shape == (1, 1, 7)
     assert mask.stride() == (0, 0, 0)
     assert flow_attention_mask(1, 7, 7, mask_function=bidirectional_mask_function) is None
+
+
+KINDS = ["sliding_attention", "full_attention"]
+EMBEDDING_GEMMA = transformers.Gemma3TextConfig(
+    **TEXT, num_key_value_heads=2, head_dim=8, layer_types=KINDS, use_bidirectional_attention=True, sliding_window=14
+)  # half of the window on either side of a token, and the token
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["whole", "left", "right"])
+def test_embedding_gemma_is_bidirectional(mask):
+    """Its masks are unions of a causal pattern and one of all tokens, or of a window."""
+    model = existing(EMBEDDING_GEMMA)
+    assert model.config.sliding_window == 8
+    with watched(PROMPTS.shape[1], sees_ahead=True, keep=None if mask is None else mask.bool()) as errors:
+        together = model(PROMPTS, attention_mask=mask).last_hidden_state
+    assert len(errors) == 2
+    assert max(errors.values()) < 1e-12
+    keep = torch.ones_like(PROMPTS).bool() if mask is None else mask.bool()
+    alone = [model(row[kept][None]).last_hidden_state[0] for row, kept in zip(PROMPTS, keep, strict=True)]
+    assert_close(together[keep], torch.cat(alone))
+
+
+def test_embedding_gemma_beyond_its_window_is_refused():
+    model = existing(EMBEDDING_GEMMA)
+    with pytest.raises(NotImplementedError, match="sliding window shorter than the input"):
+        model(PROMPTS.repeat(1, 2))
+
+
+def test_packed_sequences_of_embedding_gemma_are_refused():
+    model = existing(EMBEDDING_GEMMA)
+    with pytest.raises(NotImplementedError, match="packed sequences are bidirectional"):
+        model(PROMPTS, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)
+
+
+def test_a_layer_that_does_not_know_of_its_bidirectional_mask_is_bidirectional():
+    """As in Step 3.7, whose layers say is_causal=True and may get the masks of EmbeddingGemma."""
+    layer = nn.Identity()
+    layer.is_causal = True
+    q = torch.randn(3, 2, 7, 4, dtype=torch.float64)
+    everywhere = or_masks(causal_mask_function, lambda *pair: torch.tensor(True))
+    for padding in (None, LEFT.flip(1).bool()):
+        mask = flow_attention_mask(3, 7, 7, mask_function=everywhere, attention_mask=padding)
+        result, _ = flow_attention_forward(layer, q, q, q, mask)
+        assert_close(result.transpose(1, 2), flow_attention(q, q, q, query_mask=padding, key_mask=padding))
 
 
 def test_a_layer_that_does_not_know_of_its_causal_mask_is_causal():

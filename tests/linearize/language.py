@@ -1,4 +1,4 @@
-"""A small language, and the size of a decoder that can learn it."""
+"""A small language, the sizes of models that can learn it, and the options of a short transfer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ LLAMA = transformers.LlamaConfig(
     bos_token_id=0,
     eos_token_id=1,
 )
+BERT = transformers.BertConfig(
+    vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+)
+VIT = transformers.ViTConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+)
+SHORT = {"length": 24, "batch_size": 4, "transfer_tokens": 3000, "lora_tokens": 3000, "lora_rank": 4}
+SHORT |= {"transfer_lr": 1e-2, "lora_lr": 3e-3}
 
 
 def documents(count: int, seed: int = 0) -> list[torch.Tensor]:

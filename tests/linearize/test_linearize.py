@@ -1,4 +1,4 @@
-"""Linearizing a model: exchange, transfer, LoRA, resuming, saving, and what is refused."""
+"""Linearizing a decoder: exchange, transfer, LoRA, resuming, saving, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,62 +7,27 @@ import json
 import re
 import signal
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 import transformers
 from helpers import ROOT
-from language import LLAMA, WORDS, documents
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from language import SHORT, VIT, WORDS, documents
+from transformers import AutoModelForCausalLM
 
 from flowformer import FlowVariant
-from flowformer.integrations.transformers import FlowCache
-from flowformer.integrations.transformers.heads import Exchange
+from flowformer.integrations.transformers.linearized_heads import Exchange
 from flowformer.linearize import LinearizeConfig, linearize
-from flowformer.linearize.evaluate import HeldOut, cloze_accuracy, compare, generation_speed, rank_correlation
 from flowformer.linearize.pair import Pair
-from flowformer.linearize.text import NEARBY, PackedRows, Sentences, tokenize
+from flowformer.linearize.text import PackedRows
 from flowformer.train.loop import Interrupted
 
-BERT = transformers.BertConfig(
-    vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
-)
-VIT = transformers.ViTConfig(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-)
-SHORT = {"length": 24, "batch_size": 4, "transfer_tokens": 3000, "lora_tokens": 3000, "lora_rank": 4}
-SHORT |= {"transfer_lr": 1e-2, "lora_lr": 3e-3}
-
-
-@pytest.fixture(scope="module")
-def trained() -> transformers.LlamaForCausalLM:
-    """A decoder of some thousand parameters that has learned the language of `documents`."""
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(copy.deepcopy(LLAMA))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    rows = PackedRows(documents(200), 24, 1, 0)
-    for step in range(60):
-        batch = rows.batch(step, 16)
-        loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 1.5
-    return model.eval()
-
-
-@pytest.fixture
-def teacher(trained):
-    return copy.deepcopy(trained)
+TOKENS = documents(1, seed=9)[0][None, :12]
 
 
 def logits(model, tokens) -> torch.Tensor:
     with torch.no_grad():
         return model(tokens, use_cache=False).logits
-
-
-TOKENS = documents(1, seed=9)[0][None, :12]
 
 
 def test_exchanging_keeps_every_weight(teacher):
@@ -129,7 +94,7 @@ def test_the_teacher_is_the_model_as_it_was(teacher):
 def test_stage_one_gets_the_teachers_inputs(teacher):
     """The error of an attention does not depend on what the layers before it have learned."""
     student = linearize(teacher)
-    batch = PackedRows(documents(20), 24, 1, 0).batch(0, 4)
+    batch = PackedRows(documents(20), 24, 0).batch(0, 4)
     pair = Pair(student, LinearizeConfig())
     before = pair.errors(batch, learns=False)
     torch.nn.init.normal_(student.heads[0].query_projection)
@@ -143,7 +108,7 @@ def test_stage_one_gets_the_teachers_inputs(teacher):
 
 
 def test_kept_layers_and_windows_have_less_to_learn(teacher):
-    batch = PackedRows(documents(20), 24, 1, 0).batch(0, 4)
+    batch = PackedRows(documents(20), 24, 0).batch(0, 4)
     errors = {}
     for name, options in {"none": {}, "window": {"window": 23}, "kept": {"keep_layers": (0,)}}.items():
         student = linearize(copy.deepcopy(teacher), config=LinearizeConfig(length=24, **options))
@@ -232,60 +197,6 @@ def test_time_ends_a_transfer(teacher):
     assert 0 < report.stages[-1].minutes < 0.2
 
 
-def test_encoders_learn_their_hidden_states():
-    torch.manual_seed(0)
-    model = AutoModel.from_config(copy.deepcopy(BERT)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
-    student = linearize(model)
-    assert not student.is_decoder
-    options = SHORT | {"transfer_tokens": 3000, "lora_tokens": 5000}
-    report = student.transfer(documents(60), LinearizeConfig(**options), evaluate=documents(16, seed=5))
-    exchanged, transferred, lora = (stage.scores["cosine"] for stage in report.stages)
-    assert exchanged < transferred < lora
-    assert lora > 0.8
-    assert -1 <= report.stages[-1].scores["rank correlation"] <= 1
-
-
-def test_a_classifier_of_documents_is_compared_by_its_scores():
-    """Its rows have no tokens to take the mean of."""
-    torch.manual_seed(0)
-    config = copy.deepcopy(BERT)
-    config.num_labels = 5
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    student, texts = linearize(model), documents(6, seed=5)
-    options = SHORT | {"batch_size": 3, "transfer_tokens": 0, "lora_tokens": 0}
-    (report, *_) = student.transfer(documents(9), LinearizeConfig(**options), evaluate=texts).stages
-
-    def scores(attention):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            return torch.cat([model(text[None, : SHORT["length"]]).logits for text in texts])
-
-    expected = torch.cosine_similarity(scores("flow_attention"), scores("sdpa")).mean()
-    assert report.scores["cosine"] == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
-    student = linearize(copy.deepcopy(trained).model)
-    options = SHORT | {"transfer_tokens": 500, "lora_tokens": 500}
-    report = student.transfer(documents(60), LinearizeConfig(**options), evaluate=documents(16, seed=5))
-    exchanged, _, lora = (stage.scores["cosine"] for stage in report.stages)
-    assert exchanged < lora
-
-
-@pytest.mark.parametrize(("features", "positions"), [("bert", 12), ("roberta", 10)])
-def test_rows_are_no_longer_than_the_model_has_positions(features, positions):
-    """RoBERTa counts from the position after that of padding."""
-    options = BERT.to_dict() | {"max_position_embeddings": 12, "pad_token_id": 1}
-    config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[features].from_dict(options)
-    student = linearize(AutoModel.from_config(config))
-    assert student.longest == positions
-    report = student.transfer(documents(9), LinearizeConfig(transfer_tokens=99, lora_tokens=0))
-    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents are longer, but one
-
-
 def test_attention_without_parameters_skips_its_transfer(teacher):
     exchange = {"features": "none", "variant": FlowVariant(), "powers": False}
     report = linearize(teacher).transfer(
@@ -295,162 +206,6 @@ def test_attention_without_parameters_skips_its_transfer(teacher):
     assert transferred.tokens == 0
     assert transferred.scores == exchanged.scores
     assert lora.scores["KL"] < exchanged.scores["KL"]
-
-
-def test_images_are_batches_of_inputs():
-    torch.manual_seed(0)
-    student = linearize(AutoModel.from_config(copy.deepcopy(VIT)))
-    batches = [{"pixel_values": torch.randn(4, 3, 8, 8)} for _ in range(3)]
-    options = SHORT | {"transfer_tokens": 200, "lora_tokens": 200}
-    exchanged, transferred, lora = student.transfer(batches, LinearizeConfig(**options)).stages
-    assert transferred.steps > 3
-    assert sum(transferred.errors) < sum(exchanged.errors)
-    assert lora.loss is not None
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1),
-        transformers.Qwen3Config(
-            **{k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")},
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        ),
-        transformers.Gemma2Config(
-            **{k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")},
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        ),
-        transformers.DeepseekV3Config(
-            **{k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")},
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=6,
-            v_head_dim=5,
-        ),
-    ],
-    ids=["gpt2", "qwen3", "gemma2", "deepseek_v3"],
-)
-def test_other_architectures(config):
-    torch.manual_seed(0)
-    student = linearize(AutoModelForCausalLM.from_config(config))
-    options = SHORT | {"transfer_tokens": 600, "lora_tokens": 600, "window": 4, "gain": True, "lora_layers": "all"}
-    report = student.transfer(documents(30), LinearizeConfig(**options))
-    assert sum(report.stages[1].errors) < sum(report.stages[0].errors)
-
-
-def test_rows_are_packed_documents():
-    rows = PackedRows(documents(7), 10, 1, 3)
-    stream = torch.cat([torch.cat([each, torch.tensor([1])]) for each in documents(7)])
-    assert torch.equal(rows.tokens.flatten().long(), stream[: rows.tokens.numel()])
-    begins = rows.positions == 0
-    assert begins[:, 0].all()
-    assert torch.equal(rows.positions[:, 1:][~begins[:, 1:]], (rows.positions[:, :-1] + 1)[~begins[:, 1:]])
-    counted = [int(i) for step in range(len(rows)) for i in rows.rows(step, 2)]
-    assert sorted(counted[: len(rows)]) == list(range(len(rows))) == sorted(counted[len(rows) :])
-    assert counted[: len(rows)] != counted[len(rows) :]
-    shares = [rows.batch(5, 4, rank, 2)["input_ids"] for rank in (0, 1)]
-    assert sorted(torch.cat(shares).tolist()) == sorted(rows.batch(5, 4)["input_ids"].tolist())
-
-
-def test_sentences_of_an_update_have_similar_lengths():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 50, (NEARBY * 4,), generator=generator).tolist()
-    sentences = Sentences([torch.full((length,), 5) for length in lengths], 99, 0, None, None, 3)
-    updates = [sentences.rows(step, 4).tolist() for step in range(2 * NEARBY)]
-    for epoch in (updates[:NEARBY], updates[NEARBY:]):
-        assert sorted(row for rows in epoch for row in rows) == list(range(len(sentences)))
-        ranges = sorted((min(lengths[row] for row in rows), max(lengths[row] for row in rows)) for rows in epoch)
-        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
-    assert updates[:NEARBY] != updates[NEARBY:]
-    assert updates[:NEARBY] != sorted(updates[:NEARBY], key=lambda rows: lengths[rows[0]])
-    shares = [sentences.batch(5, 4, rank, 2)["input_ids"].ne(0).sum().item() for rank in (0, 1)]
-    assert sum(shares) == sentences.batch(5, 4)["attention_mask"].sum()
-
-
-def test_embeddings_of_all_sentences_are_compared_once():
-    """By their means over tokens that are no padding, whatever the batches."""
-    student = linearize(AutoModel.from_config(copy.deepcopy(BERT)).eval())
-    texts = documents(7, seed=5)
-    scores = []
-    for batch_size in (1, 3):
-        config = LinearizeConfig(length=24, batch_size=batch_size)
-        scores.append(compare(Pair(student, config), HeldOut.of(student, texts, config)))
-    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
-    few = HeldOut.of(student, texts, LinearizeConfig(length=24, evaluate_tokens=50))
-    assert few.sentences.lengths.sum() <= 50 < len(few.sentences) * 24 + 24
-
-
-def test_evaluation_scores_every_token_once():
-    class Uniform:
-        def taught(self, batch):
-            self.tokens = batch["input_ids"]
-            return torch.zeros(*self.tokens.shape, WORDS)
-
-        def learned(self, batch):
-            return torch.zeros(*batch["input_ids"].shape, WORDS)
-
-    for count in (2, 9, 10, 11, 57):
-        held_out = HeldOut(torch.randint(WORDS, (count,)), 0, None, 10, 3)
-        scored = sum(tokens[:, start:].numel() for tokens, start in held_out.windows())
-        assert scored == count - 1
-        scores = compare(Uniform(), held_out)
-        assert scores["perplexity"] == pytest.approx(WORDS)
-        assert scores["agreement"] == 1
-        assert scores["KL"] == 0
-    by_word = compare(Uniform(), HeldOut(torch.randint(WORDS, (21,)), 10, None, 10, 3))
-    assert by_word["perplexity by word"] == pytest.approx(WORDS**2)
-    assert rank_correlation(torch.arange(5.0), -torch.arange(5.0)) == -1
-
-
-def test_cloze_accuracy_is_the_share_of_last_words_that_are_guessed():
-    def tokenizer(text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [ord(letter) for letter in text if letter != " "]}
-
-    def logits(batch):
-        """Those of a model that expects every second letter to be the same."""
-        tokens = batch["input_ids"]
-        return torch.nn.functional.one_hot(torch.cat([tokens[:, :1], tokens[:, :-1]], 1), 128).float()
-
-    # one letter of the second is wrong; the last has no word before it
-    assert cloze_accuracy(logits, ["ab ab", "ab ac", "a b a", "a"], tokenizer) == pytest.approx(2 / 3)
-    with pytest.raises(ValueError, match="no text has a word"):
-        cloze_accuracy(logits, ["alone"], tokenizer)
-
-
-def test_the_cache_of_a_student_does_not_grow(teacher):
-    softmax = generation_speed(copy.deepcopy(teacher), [4, 40], batch_size=2, tokens=2)
-    flow = generation_speed(linearize(teacher).model, [4, 40], batch_size=2, tokens=2)
-    assert flow[0]["cache_bytes"] == flow[1]["cache_bytes"] > 0
-    assert softmax[1]["cache_bytes"] > 3 * softmax[0]["cache_bytes"]
-    assert all(row["tokens_per_second"] > 0 for row in softmax + flow)
-
-
-def test_the_bytes_of_a_cache_include_recurrent_states():
-    sizes = {k: getattr(LLAMA, k) for k in ("vocab_size", "hidden_size", "intermediate_size")}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    mamba = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
-    for config, recurrent in (
-        (transformers.Lfm2Config(**sizes, num_hidden_layers=2, layer_types=["conv", "full_attention"]), 2 * 32 * 3),
-        (transformers.FalconH1Config(**sizes, num_hidden_layers=1, **mamba), 2 * (48 * 4 + 4 * 8 * 8)),
-    ):
-        student = linearize(AutoModelForCausalLM.from_config(config).eval())
-        (flow,) = {row["cache_bytes"] for row in generation_speed(student.model, [4, 9], batch_size=2, tokens=2)}
-        cache = FlowCache(student.config)
-        with torch.no_grad():
-            student(torch.ones(2, 3, dtype=torch.long), past_key_values=cache)
-        assert flow == 4 * recurrent + sum(x.nbytes for x in cache.layers[-1].state.pack())
 
 
 def test_bad_input_is_refused(teacher, tmp_path):
@@ -521,16 +276,3 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     names = {}
     exec(compile(code, "linearize.md", "exec"), names)
     assert [stage.name for stage in names["report"].stages] == ["exchanged", "transfer", "lora"]
-
-
-def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
-    def tokenizer(texts, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
-
-    monkeypatch.setattr("flowformer.linearize.text.PIECE", 5)
-    text = "one\ntwo, three and four\n\nfive"
-    (tokens,) = tokenize([text, ""], tokenizer)
-    assert "".join(map(chr, tokens.tolist())) == text
-    with pytest.raises(TypeError, match="got int"):
-        tokenize([3], tokenizer)

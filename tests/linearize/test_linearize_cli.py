@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from flowformer.cli import app
-from flowformer.integrations.transformers.heads import FlowHeads
+from flowformer.integrations.transformers.linearized_heads import FlowHeads
 
 LETTERS = "abcdefgh \n"
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

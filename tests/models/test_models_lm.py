@@ -243,6 +243,7 @@ def test_loss_is_cross_entropy_of_the_next_token():
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model.loss(tokens, targets), expected)
     assert model.loss(tokens, torch.full_like(tokens, IGNORED)) == 0
+    assert model.loss(tokens[:, :1]) == model.loss(tokens[:, :0]) == model.loss(tokens[:0]) == 0
     assert model.loss(tokens.int()) == model.loss(tokens)
 
 

@@ -84,6 +84,35 @@ def test_is_recorded_in_a_model(name):
     assert first.shape == (2, LENGTH, 16)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("flow", {}),
+        ("flow", {"is_causal": True, "rotary_base": 100.0}),
+        ("flow", {"learn_powers": True, "variant": FlowVariant(renormalize=True)}),
+        ("flow", {"num_kv_heads": 2}),
+        ("softmax", {"num_kv_heads": 2}),
+    ],
+    ids=["plain", "rotary", "powers", "grouped", "grouped rival"],
+)
+def test_is_that_of_the_module_with_all_its_options(name, options):
+    """Where all values are 1, the result of a head is the sum of a row."""
+    torch.manual_seed(0)
+    attention = build_attention(name, 16, 4, **options).double().eval()
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.nn.init.zeros_(attention.v_proj.weight)
+    torch.nn.init.ones_(attention.v_proj.bias)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :4] = False
+    results = []
+    attention.out_proj.register_forward_pre_hook(lambda _, args: results.append(args[0]))
+    with record_matrices(attention, block=3) as maps:
+        attention(torch.randn(2, LENGTH, 16, dtype=torch.float64), key_mask=mask)
+    rows = results[0].unflatten(-1, (4, -1))[..., 0].transpose(1, 2)
+    torch.testing.assert_close(maps[0].row_sums, rows, rtol=1e-9, atol=1e-9)
+
+
 def test_recording_needs_evaluation_an_attention_and_whole_sequences():
     attention = FlowAttention(8, 2, is_causal=True)
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"), record_matrices(attention):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from .._utils import check_literals, check_options, check_positive
-from ..integrations.transformers.heads import RENORMALIZED, Exchange, Features
+from ..integrations.transformers.linearized_heads import RENORMALIZED, Exchange, Features
 from ..ops import FlowVariant
 
 
@@ -19,7 +19,8 @@ class LinearizeConfig:
     Args:
         features, variant, powers, gain, window, keep_layers: what takes the place of softmax, see `Exchange`.
         length: tokens of a row of text, at most what the model has positions for. Documents are packed into rows and do
-            not see each other; where hidden states are learned, each is a row of its own, cut to this length.
+            not see each other. A model that would let them (OPT, recurrent layers) gets a row for each piece of a
+            document; where hidden states are learned, each document is a row of its own, cut to this length.
         batch_size: rows of an update, of all processes together.
         transfer_tokens: of stage 1, in which each attention learns the result of the softmax it replaces.
         lora_tokens: of stage 2, in which the model learns the teacher's distribution of the next token, or without a

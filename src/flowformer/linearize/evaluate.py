@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..integrations.transformers.cache import FlowCacheLayer
 from .config import LinearizeConfig
-from .text import Sentences, special_token, tokenize
+from .text import PaddedRows, around, language_documents, special_token, tokenize
 
 if TYPE_CHECKING:
     from .student import Student
@@ -48,7 +48,7 @@ class HeldOut:
 
     tokens: Tensor | None
     words: int
-    sentences: Sentences | None
+    sentences: PaddedRows | None
     length: int
     batch_size: int
 
@@ -60,17 +60,12 @@ class HeldOut:
         if not documents:
             raise ValueError("there is no text to evaluate on: no document has a token.")
         if not student.is_language_model:
-            names = ("pad", "cls", "sep")
-            pad, first, last = (special_token(tokenizer, model_config, name) for name in names)
-            first, last = (None, None) if tokenizer is None else (first, last)
+            pad = special_token(tokenizer, model_config, "pad") or 0
             read = torch.tensor([min(len(document), config.length) for document in documents]).cumsum(0)
             count = min(max(int((read <= config.evaluate_tokens).sum()), 1), MOST_SENTENCES)
-            sentences = Sentences(documents[:count], config.length, pad or 0, first, last, config.seed)
+            sentences = PaddedRows(documents[:count], config.length, pad, *around(tokenizer), config.seed)
             return cls(None, 0, sentences, config.length, config.batch_size)
-        end = special_token(tokenizer, model_config, "eos")
-        if end is not None:
-            documents = [torch.cat([document, torch.tensor([end])]) for document in documents]
-        stream = torch.cat(documents)
+        stream = torch.cat(language_documents(documents, tokenizer, model_config))
         words = sum(len(text.split()) for text in texts if isinstance(text, str))
         kept = stream[: config.evaluate_tokens]
         if len(kept) < 2:
@@ -166,13 +161,13 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 @torch.no_grad()
 def cloze_accuracy(logits: Logits, texts: Iterable[str], tokenizer: Any) -> float:
     """How often the model guesses all tokens of the last word of a text from what is before it."""
-    right = []
+    right, first = [], around(tokenizer)[0]
     for text in texts:
         before, _, word = text.rstrip().rpartition(" ")
         context, last = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, " " + word))
         if not context or not word:
             continue
-        tokens = torch.tensor([[*context, *last]])
+        tokens = torch.tensor([[*first, *context, *last]])
         guess = logits({"input_ids": tokens})[0, -len(last) - 1 : -1].argmax(-1)
         right.append(guess.tolist() == last)
     if not right:

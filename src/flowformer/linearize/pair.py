@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .._utils import optional_import
 from ..integrations.transformers.attention import exchanged_attention, flow_attention_mask, tokens_of
-from ..integrations.transformers.heads import FlowHeads
+from ..integrations.transformers.cache import NAME as FLOW
+from ..integrations.transformers.linearized_heads import FlowHeads
 from ..integrations.transformers.served import is_flow, parts_of
 from ..integrations.transformers.softmax import softmax_attention
 from .config import LinearizeConfig
@@ -88,11 +89,10 @@ class Pair:
         device = self.model.device
         bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
         self.precision = lambda: torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext()
-        self.packs = student.takes("position_ids")
         self.caches = student.takes("use_cache")
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: x.to(self.model.device) for name, x in batch.items() if name != "position_ids" or self.packs}
+        inputs = {name: x.to(self.model.device) for name, x in batch.items()}
         if self.caches:
             inputs["use_cache"] = False  # type: ignore[assignment]
         with self.precision():
@@ -111,6 +111,34 @@ class Pair:
     def learned(self, batch: dict[str, Tensor]) -> Tensor:
         """What the student says."""
         return self._run(batch)
+
+    def keeps_apart(self) -> bool:
+        """Whether documents packed into a row do not see each other, neither with softmax nor with Flow-Attention.
+
+        Some models do not read the positions by which a document begins, and recurrent layers carry one into the next.
+        A document sees another if it has a gradient with respect to its embeddings.
+        """
+        if not self.student.takes("position_ids"):
+            return False
+        tokens = torch.arange(8)[None] % self.model.config.get_text_config().vocab_size
+        batch = {"input_ids": tokens, "position_ids": torch.arange(4).repeat(2)[None]}
+        embedded: list[Tensor] = []
+
+        def begin_graph(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1].clone()  # some models scale it in place
+
+        hook = self.model.get_input_embeddings().register_forward_hook(begin_graph)
+        try:
+            for attention in (self.student.softmax, FLOW):
+                with torch.enable_grad(), attention_of(self.model, attention):
+                    second = self._run(batch)[:, 4:].sum()
+                (gradient,) = torch.autograd.grad(second, embedded[-1])
+                if gradient[:, :4].any():
+                    return False
+        finally:
+            hook.remove()
+        return True
 
     def errors(self, batch: dict[str, Tensor], learns: bool) -> list[Tensor]:
         """The error of each attention on the teacher's inputs; if it learns, its gradients are added."""

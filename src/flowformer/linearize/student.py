@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..integrations.transformers.cache import NAME
-from ..integrations.transformers.heads import KEPT, FlowHeads
+from ..integrations.transformers.linearized_heads import KEPT, FlowHeads
 from ..integrations.transformers.served import attach_heads, attention_layers, is_flow, parts_of, prepare
 from .config import LinearizeConfig
 

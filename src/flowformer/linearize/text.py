@@ -1,4 +1,4 @@
-"""Text as batches: documents packed into rows for decoders, sentences side by side for encoders.
+"""Text as batches: documents packed into rows, or padded side by side.
 
 A batch is a function of its number alone, so that an interrupted run goes on with the next one.
 
@@ -46,8 +46,39 @@ def tokenize(texts: Iterable[str | Tensor], tokenizer: Any) -> list[Tensor]:
 
 def special_token(tokenizer: Any, config: Any, name: str) -> int | None:
     """A token such as "eos", of the tokenizer or else of the config of the model."""
-    found = (getattr(owner, f"{name}_token_id", None) for owner in (tokenizer, config))
+    found = [getattr(owner, f"{name}_token_id", None) for owner in (tokenizer, config)]
+    found = [token[0] if isinstance(token, list) and token else token for token in found]  # a config may have several
     return next((token for token in found if isinstance(token, int)), None)
+
+
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before and after a text, such as [CLS] and [SEP]; none without a tokenizer."""
+    if tokenizer is None:
+        return [], []
+    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    if whole == text:
+        return [], []
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    if not starts:
+        raise ValueError(f"cannot tell which tokens this {type(tokenizer).__name__} puts before and after a text.")
+    return whole[: starts[0]], whole[starts[0] + len(text) :]
+
+
+def framed(documents: list[Tensor], before: list[int], after: list[int]) -> list[Tensor]:
+    """Documents between these tokens, which are not added where they are already."""
+
+    def frame(document: Tensor) -> Tensor:
+        first = [] if document[: len(before)].tolist() == before else before
+        last = [] if document[len(document) - len(after) :].tolist() == after else after
+        return torch.cat([torch.tensor(first, dtype=torch.long), document, torch.tensor(last, dtype=torch.long)])
+
+    return [frame(document) for document in documents]
+
+
+def language_documents(documents: list[Tensor], tokenizer: Any, config: Any) -> list[Tensor]:
+    """Documents as language models read them: after what the tokenizer puts first, and with the token of their end."""
+    end = special_token(tokenizer, config, "eos")
+    return framed(documents, around(tokenizer)[0], [] if end is None else [end])
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -61,17 +92,12 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 class PackedRows:
     """Rows of `length` tokens of documents one after another, with the positions of each token in its document.
 
-    Args:
-        end: the token between documents, or None.
-
-    >>> rows = PackedRows([torch.arange(5), torch.arange(10, 13)], length=4, end=None, seed=0)
+    >>> rows = PackedRows([torch.arange(5), torch.arange(10, 13)], length=4, seed=0)
     >>> rows.tokens.tolist(), rows.positions.tolist()
     ([[0, 1, 2, 3], [4, 10, 11, 12]], [[0, 1, 2, 3], [0, 0, 1, 2]])
     """
 
-    def __init__(self, documents: list[Tensor], length: int, end: int | None, seed: int) -> None:
-        if end is not None:
-            documents = [torch.cat([document, torch.tensor([end])]) for document in documents]
+    def __init__(self, documents: list[Tensor], length: int, seed: int) -> None:
         total = sum(map(len, documents))
         rows = total // length
         if rows < 1:
@@ -104,24 +130,26 @@ class PackedRows:
         return _rows(len(self), step, size, self.seed)
 
 
-class Sentences:
-    """Documents cut to `length` tokens, padded side by side, for encoders.
+class PaddedRows:
+    """Documents cut to `length` tokens and padded side by side, where hidden states are learned or packed documents
+    would see each other.
 
     Rows of an update have similar lengths: padding costs as much as tokens.
 
     Args:
-        first, last: tokens around each document, such as [CLS] and [SEP], or None.
+        before, after: tokens around each document, such as [CLS] and [SEP].
     """
 
     def __init__(
-        self, documents: list[Tensor], length: int, pad: int, first: int | None, last: int | None, seed: int
+        self, documents: list[Tensor], length: int, pad: int, before: list[int], after: list[int], seed: int
     ) -> None:
-        around = [[] if token is None else [token] for token in (first, last)]
-        room = length - len(around[0]) - len(around[1])
+        room = length - len(before) - len(after)
         if not documents or room < 1:
-            raise ValueError(f"got {len(documents)} documents for rows of {length} tokens; nothing to learn from.")
-        ends = [torch.tensor(tokens, dtype=torch.long) for tokens in around]
-        self.documents = [torch.cat([ends[0], document[:room], ends[1]]) for document in documents]
+            raise ValueError(
+                f"got {len(documents)} documents for rows of {length} tokens, {room} of which are for text; nothing to "
+                "learn from."
+            )
+        self.documents = framed([document[:room] for document in documents], before, after)
         self.lengths = torch.tensor([len(document) for document in self.documents])
         self.pad, self.seed = pad, seed
 
@@ -169,7 +197,7 @@ class GivenBatches:
         return {name: x[rank::ranks] for name, x in inputs.items()}
 
 
-Batches = PackedRows | Sentences | GivenBatches
+Batches = PackedRows | PaddedRows | GivenBatches
 
 
 def _rows(count: int, step: int, size: int, seed: int) -> Tensor:

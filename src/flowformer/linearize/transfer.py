@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .._utils import atomic_file, write_atomically
-from ..integrations.transformers.heads import FlowHeads
+from ..integrations.transformers.linearized_heads import FlowHeads
 from ..train.engine import without_gpu
 from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser
@@ -27,7 +26,17 @@ from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
 from .evaluate import HeldOut, compare
 from .pair import Pair
-from .text import Batches, GivenBatches, PackedRows, Sentences, checksum, special_token, tokenize
+from .text import (
+    Batches,
+    GivenBatches,
+    PackedRows,
+    PaddedRows,
+    around,
+    checksum,
+    language_documents,
+    special_token,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from .student import Student
@@ -114,11 +123,15 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
         raise ValueError(
             f"a document has token {largest}, but the model knows {words}. Is the tokenizer another model's?"
         )
-    special = partial(special_token, student.tokenizer, student.model.config)
-    if student.is_language_model:
-        return PackedRows(documents, config.length, special("eos"), config.seed)
-    around = (None, None) if student.tokenizer is None else (special("cls"), special("sep"))
-    return Sentences(documents, config.length, special("pad") or 0, *around, config.seed)
+    tokenizer, model_config = student.tokenizer, student.model.config
+    pad = special_token(tokenizer, model_config, "pad") or 0
+    if not student.is_language_model:
+        return PaddedRows(documents, config.length, pad, *around(tokenizer), config.seed)
+    documents = language_documents(documents, tokenizer, model_config)
+    if Pair(student, config).keeps_apart():
+        return PackedRows(documents, config.length, config.seed)
+    pieces = [piece for document in documents for piece in document.split(config.length)]
+    return PaddedRows(pieces, config.length, pad, [], [], config.seed)
 
 
 class _Run:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -28,6 +30,7 @@ class FlowModel(nn.Module):
 
     config_class: ClassVar[type]
     config: Any
+    checkpoint: Callable = partial(checkpoint, use_reentrant=False)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class FlowModel(nn.Module):
     def _layer(self, layer: nn.Module, *args, **kwargs):
         """layer(*args), computed again in the backward pass if gradient checkpointing is on."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+            return self.checkpoint(partial(layer, **kwargs), *args)
         return layer(*args, **kwargs)
 
     def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:

@@ -121,6 +121,7 @@ class FlowformerLM(FlowModel):
 
     config_class = LMConfig
     config: LMConfig
+    checkpoint_every = 1  # of the layers, with `gradient_checkpointing`
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__(config)
@@ -365,7 +366,7 @@ class FlowformerLM(FlowModel):
             if inputs is not None:
                 inputs.append(x)
             if states is None:
-                x = self._layer(layer, x, mask=mask)
+                x = self._layer(layer, x, mask=mask) if i % self.checkpoint_every == 0 else layer(x, mask=mask)
             else:
                 x, state = layer(x, mask=mask, state=states[i])
                 new_states.append(state)
@@ -396,7 +397,7 @@ def next_tokens(tokens: Tensor, mask: Tensor | None = None, group: Group | None 
     following = tokens[:, 1:]
     if mask is not None:
         following = following.masked_fill(~(mask[:, :-1] & mask[:, 1:]), IGNORED)
-    following = F.pad(following, (0, 1), value=IGNORED)
+    following = F.pad(following, (0, 1), value=IGNORED)[:, : tokens.shape[1]]
     if group is None:
         return following
     from ..ops.context.exchange import first_after

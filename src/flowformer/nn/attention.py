@@ -246,16 +246,7 @@ class FlowAttention(ProjectedAttention):
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if self.rotary is not None:
-            if key is not None and key is not query:
-                raise ValueError(
-                    "got a key of its own, but rotary positions are those of one sequence: pass the query alone."
-                )
-            if query.is_nested:
-                raise NotImplementedError(
-                    "rotary positions of nested tensors are not implemented; pad, and pass a mask."
-                )
-            positions = self._positions(query, key_mask, state)
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
+            q, k = self._rotated(q, k, query, key, key_mask, state)
         shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
@@ -292,12 +283,22 @@ class FlowAttention(ProjectedAttention):
     def _attention_options(self) -> dict[str, Any]:
         return {"enable_gqa": True, "variant": self.variant, "powers": self.powers, "group": self.group}
 
-    def _positions(self, query: Tensor, mask: Tensor | None, state: FlowState | None) -> Tensor | None:
-        if mask is None and state is None and self.group is None:
-            return None
-        mask = query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask
-        past = None if state is None else state.count
-        return token_positions(mask, past, self.group)
+    def _rotated(
+        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor | None, mask: Tensor | None, state: FlowState | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by the positions of their tokens."""
+        assert self.rotary is not None
+        if key is not None and key is not query:
+            raise ValueError(
+                "got a key of its own, but rotary positions are those of one sequence: pass the query alone."
+            )
+        if query.is_nested:
+            raise NotImplementedError("rotary positions of nested tensors are not implemented; pad, and pass a mask.")
+        positions = None
+        if mask is not None or state is not None or self.group is not None:
+            mask = query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask
+            positions = token_positions(mask, None if state is None else state.count, self.group)
+        return self.rotary(q, positions), self.rotary(k, positions)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, variant={self.variant}"

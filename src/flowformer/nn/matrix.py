@@ -3,7 +3,7 @@
 Flow-Attention and its rivals are linear in the values, so that the columns of W are the results for the columns of an
 identity: a block of them at a time is all that is needed, whatever the mechanism.
 
-Shapes: B batch, H heads, N sinks, M sources, C sources of a block.
+Shapes: B batch, H heads, H_kv key heads, N sinks, M sources, C sources of a block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import flow_attention
+from ..ops.reference import repeat_heads
 from .attention import FlowAttention, RivalAttention
 
 BLOCK = 128
@@ -67,8 +68,8 @@ def matrix_maps(
     """Sum up the matrix of an attention, exactly, a block of its columns at a time.
 
     Args:
-        attend: the result (B, H, N, E) for values (B, H, M, E), linear in them.
-        query, key: (B, H, N, D) and (B, H, M, D), which `attend` has already; their shapes and dtype are read.
+        attend: the result (B, H, N, E) for values (B, H_kv, M, E), linear in them.
+        query, key: (B, H, N, D) and (B, H_kv, M, D), which `attend` has already; their shapes and dtype are read.
         query_mask, key_mask: (B, N) and (B, M) bool, which `attend` has already.
         block: C; time grows with M / C, memory with C.
 
@@ -84,7 +85,7 @@ def matrix_maps(
         identity = torch.eye(sources, min(block, sources - start), dtype=query.dtype, device=query.device).roll(
             start, 0
         )
-        weights = attend(identity.expand(batch, heads, -1, -1)).to(row_sums.dtype).abs()  # (B, H, N, C)
+        weights = attend(identity.expand(batch, key.shape[1], -1, -1)).to(row_sums.dtype).abs()  # (B, H, N, C)
         columns.append(weights.sum(2))
         row_sums = row_sums + weights.sum(-1)
         row_logs = row_logs + weights.xlogy(weights).sum(-1)
@@ -146,8 +147,13 @@ def _of_module(
     q, k, _, query_mask, key_mask = module._project(query, key, value, query_mask, key_mask)
     options: dict[str, Any] = {"is_causal": module.is_causal, "query_mask": query_mask, "key_mask": key_mask}
     if isinstance(module, FlowAttention):
-        attend = partial(flow_attention, q, k, variant=module.variant, **options)
+        if module.group is not None:
+            raise NotImplementedError("the matrix of a sequence cut over ranks is not recorded; use one rank.")
+        if module.rotary is not None:
+            q, k = module._rotated(q, k, query, key, key_mask, None)
+        attend = partial(flow_attention, q, k, **options, **module._attention_options())
     else:
+        k = repeat_heads(q, k)
         attend = partial(module.mechanism.weigh, q, k, **options)
     return matrix_maps(attend, q, k, block=block, **options)
 

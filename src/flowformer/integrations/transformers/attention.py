@@ -18,12 +18,14 @@ from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varl
 from ...ops.common import is_exporting
 from .cache import NAME, FlowCacheLayer
 from .context import group_of
-from .heads import KEPT, FlowHeads
+from .linearized_heads import KEPT, FlowHeads
 from .served import ATTENDS_ELSEWHERE, current_cache, is_cross_attention, refuse
 from .softmax import Tokens, softmax_attention, window_attention
 
 if TYPE_CHECKING:
     from ...ops.context.exchange import Group
+
+UNION = "or_masks.<locals>.or_mask"
 
 
 def flow_attention_forward(
@@ -127,20 +129,28 @@ def tokens_of(
     options: dict[str, Any],
 ) -> Tokens:
     """What the layer, its mask and the caller say of the tokens; raises on what is not served."""
-    own = getattr(module, "is_causal", None)
-    if mask is not None and mask.dim() in (1, 3) and not own:
-        is_causal = True  # a layer that does not know of the causal mask it is given
+    own, shape = getattr(module, "is_causal", None), () if mask is None else mask.shape
+    # a layer may not know of the pattern it is given
+    if len(shape) == 3 and shape[1] > 1:
+        is_causal = False
+    elif not own and (len(shape) == 1 or (len(shape) == 3 and shape[2] > 1)):
+        is_causal = True
     elif is_causal is None:
         is_causal = own
     _check(module, query, key, mask, is_causal, past, options)
     packed_q, packed_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if mask is not None and mask.dim() == 1:
         packed_q = packed_k = mask
-    if packed_q is not None and packed_k is not None:
-        return Tokens(bool(is_causal), bounds=packed_q)
-    if mask is None or mask.stride(-1) == 0:
-        return Tokens(bool(is_causal))
-    return Tokens(bool(is_causal), mask.bool().squeeze(1) if mask.dim() == 3 else mask.bool())
+    if (packed_q is None) != (packed_k is None):
+        raise ValueError("packed sequences need cu_seq_lens_q and cu_seq_lens_k, got one of them.")
+    if mask is not None and mask.dim() > 1:
+        mask = mask.flatten(1)  # (B, 1, N) or (B, N, 1) → (B, N)
+        mask = None if mask.stride(-1) == 0 else mask.bool()
+    if packed_q is None:
+        return Tokens(bool(is_causal), mask)
+    if mask is not None and mask.dim() > 1:
+        check_packed_mask(mask)
+    return Tokens(bool(is_causal), bounds=packed_q)
 
 
 def flow_attention_mask(
@@ -151,15 +161,15 @@ def flow_attention_mask(
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> Tensor | None:
     """What `flow_attention_forward` needs to know of a mask, found once for all layers.
 
-    Returns: the padding mask, bool: (B, N), or None for no padding, and for a causal pattern (B, 1, N), which without
-    padding is one number expanded. Where a row holds several sequences, packed or in chunks, their bounds (R + 1,).
-    Any other pattern has no linear form and is an error.
+    Returns: the padding mask, bool: (B, 1, N) for a causal pattern and (B, N, 1) where all tokens see each other, which
+    without padding is one number expanded. Where the model calls its pattern bidirectional, (B, N) or None: the layers
+    of some are causal all the same. Where a row holds several causal sequences, packed or in chunks, their bounds
+    (R + 1,). Any other pattern is an error.
     """
     if attention_mask is not None and attention_mask.shape[1] != kv_length:
         raise ValueError(
@@ -176,13 +186,13 @@ def flow_attention_mask(
             "to say that rows are not packed; models with chunks or windows are not exported."
         )
     positions = torch.arange(kv_length, device=device).expand(batch_size, kv_length)
-    starts = None if is_plain or use_vmap else _starts(mask_function, positions)
+    starts = None if is_plain else _starts(mask_function, positions)
     if is_plain or (starts is not None and not starts[:, 1:].any()):
-        if not is_causal:
+        if is_plain and not is_causal:
             return attention_mask
         if attention_mask is None:
             attention_mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
-        return attention_mask[:, None]
+        return attention_mask[:, None] if is_causal else attention_mask[..., None]
     if q_length != kv_length:
         raise NotImplementedError(
             f"{NAME} cannot continue packed sequences or chunks from a cache: a state has no place where it begins "
@@ -190,25 +200,34 @@ def flow_attention_mask(
         )
     if starts is None or (attention_mask is not None and not attention_mask.all()):
         raise NotImplementedError(
-            f"{NAME} takes padding, or packed sequences and chunks without padding, causal or not. This model asks for "
-            "another pattern, such as a sliding window shorter than the input, which has no linear form."
+            f"{NAME} takes padding, or packed sequences and chunks without padding. This model asks for another "
+            "pattern, such as a sliding window shorter than the input, which has no linear form."
+        )
+    if not is_causal:
+        raise NotImplementedError(
+            f"{NAME} cannot tell the layers of this model that packed sequences are bidirectional. Pass a sequence a "
+            "row, and an attention_mask."
         )
     return bounds(starts)
 
 
+def _made_by(mask_function: Callable) -> str:
+    return f"{mask_function.__module__}.{mask_function.__qualname__}".removeprefix("transformers.masking_utils.")
+
+
 def _is_causal(mask_function: Callable) -> bool:
-    """Whether a pattern is causal, or an intersection with one that is."""
+    """Whether a pattern is causal, an intersection with one that is, or a union of such."""
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return mask_function is causal_mask_function
     given = inspect.getclosurevars(mask_function).nonlocals
     parts = (given["mask_function"],) if "mask_function" in given else given.get("mask_functions", ())
-    return any(map(_is_causal, parts))
+    return (all if _made_by(mask_function) == UNION else any)(map(_is_causal, parts))
 
 
 def _starts(mask_function: Callable, positions: Tensor) -> Tensor | None:
     """Whether each token (B, N) begins a sequence that sees no other; None for a pattern that is not known.
 
-    A pattern is known by the function of `masking_utils` that made it, and by what that function was given.
+    A pattern is known by the function of transformers that made it, and by what that function was given.
 
     Args:
         positions: (B, N), the indices that the pattern compares.
@@ -217,11 +236,13 @@ def _starts(mask_function: Callable, positions: Tensor) -> Tensor | None:
     starts = (torch.arange(length, device=positions.device) == 0).expand_as(positions)
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return starts
-    made_by = f"{mask_function.__module__}.{mask_function.__qualname__}".removeprefix("transformers.masking_utils.")
+    made_by = _made_by(mask_function)
     given = inspect.getclosurevars(mask_function).nonlocals
     if made_by == "and_masks.<locals>.and_mask":
         parts = [_starts(part, positions) for part in given["mask_functions"]]
         return None if any(part is None for part in parts) else torch.stack(cast(list[Tensor], parts)).any(0)
+    if made_by == UNION:
+        return starts if any(_joins_all(part, positions) for part in given["mask_functions"]) else None
     if made_by == "remap_positions_for_packed_sequence.<locals>.inner_mask":
         # since transformers 5.23, beside the pattern that keeps packed sequences apart
         return _starts(given["mask_function"], given["position_ids"].expand_as(positions))
@@ -230,16 +251,36 @@ def _starts(mask_function: Callable, positions: Tensor) -> Tensor | None:
         return starts if given["sliding_window"] >= length or given["sliding_window"] == 0 else None
     if made_by == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
         return starts if given["sliding_window"] >= length - 1 else None
+    if made_by.endswith("._bidirectional_window_overlay.<locals>.inner_mask"):  # of Gemma 3 and its copies
+        return starts if given["sliding_window"] >= length else None
     if made_by == "packed_sequence_mask_function.<locals>.inner_mask":
         sequence = given["packed_sequence_mask"].expand_as(positions)
     elif made_by == "chunked_overlay.<locals>.inner_mask":
         place = positions - given["left_padding"].to(positions.device)[:, None]
         sequence = place.clamp_min(0) // given["chunk_size"]  # padding, which is masked out, is of no chunk
     else:
-        return None
+        # a function of pairs whose result has no dimensions does not look at them
+        pair = torch.zeros(4, 1, dtype=torch.long, device=positions.device)
+        constant = mask_function(*pair)
+        return starts if isinstance(constant, Tensor) and constant.dim() == 0 and constant else None
     # positions that do not go on are those of another packed sequence; elsewhere, sequences may not be interleaved
     change, goes_on = sequence.diff(), positions.diff() == 1
     return starts | F.pad(change != 0, (1, 0)) if (change >= 0)[goes_on].all() else None
+
+
+def _joins_all(mask_function: Callable, positions: Tensor) -> bool:
+    """Whether all tokens see each other, so that a union with any other pattern is this one."""
+    starts = None if _is_causal(mask_function) else _starts(mask_function, positions)
+    return starts is not None and not starts[:, 1:].any()
+
+
+def check_packed_mask(mask: Tensor) -> None:
+    """Refuse padding beside the bounds of packed sequences."""
+    if not mask.all():
+        raise ValueError(
+            "got cu_seq_lens_q and an attention_mask with padding. Pack sequences without padding, or pass the mask "
+            "alone."
+        )
 
 
 def bounds(starts: Tensor) -> Tensor:
@@ -293,7 +334,7 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, i
             f"got {query.shape[2]} queries and {key.shape[2]} keys: {NAME} cannot decode from a cache of keys and "
             "values, which lacks the sums over past queries. Pass FlowCache(model.config), or use_cache=False."
         )
-    if mask is not None and (mask.dim() > 3 or (mask.dim() == 3 and mask.shape[1] != 1)):
+    if mask is not None and (mask.dim() > 3 or (mask.dim() == 3 and 1 not in mask.shape[1:])):
         raise ValueError(
             f"{NAME} takes a padding mask (batch, length), got {tuple(mask.shape)}: a mask of pairs of tokens has no "
             "linear form."

@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ...models.lm import IGNORED, FlowformerLM, next_tokens
 from .cache import NAME
-from .heads import KEPT, FlowHeads
+from .linearized_heads import KEPT, FlowHeads
 
 if TYPE_CHECKING:
     from ...ops.context.exchange import Group

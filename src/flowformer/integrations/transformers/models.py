@@ -5,6 +5,7 @@ Shapes: B batch, N tokens, W width, R sequences packed into a batch, L the longe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
 from ...ops import FlowState, FlowVariant
 from ...ops.bounds import PaddedSequences
-from .attention import bounds
+from .attention import bounds, check_packed_mask
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
 from .context import group_of
@@ -43,6 +44,18 @@ class FlowformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FlowDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable = FlowformerLM.checkpoint,
+        every_n_layers: int = 1,
+    ) -> None:
+        """What `activation_checkpointing_enable` chooses, for layers that are not those of transformers."""
+        for module in self.modules():
+            if isinstance(module, FlowformerLM):
+                module.gradient_checkpointing = enable
+                module.checkpoint, module.checkpoint_every = gradient_checkpointing_func, every_n_layers
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.LayerNorm | LearnedPositions):
@@ -124,8 +137,10 @@ class FlowformerModel(FlowformerPreTrainedModel):
         if cu_seq_lens_q is not None:
             if use_cache or past_key_values is not None:
                 raise ValueError("got packed sequences and a cache. Pass use_cache=False, or pad the sequences.")
+            if attention_mask is not None:
+                check_packed_mask(attention_mask)
             cache = None
-            x, hidden_states = self._run_packed(x, cu_seq_lens_q, output_hidden_states)
+            x, hidden_states = self._run_packed(x, cu_seq_lens_q, position_ids, output_hidden_states)
         else:
             cache = self._cache(past_key_values, use_cache, len(x))
             mask = None if attention_mask is None else self._mask(attention_mask, x, cache)
@@ -184,10 +199,12 @@ class FlowformerModel(FlowformerPreTrainedModel):
         sizes, variant = (len(x), heads, self.config.hidden_size // heads), FlowVariant(**self.config.variant)
         return FlowState.empty(*sizes, variant=variant, device=x.device, dtype=dtype)
 
-    def _run_packed(self, x: Tensor, cu_seqlens: Tensor, output_hidden_states) -> tuple[Any, list[Any]]:
+    def _run_packed(self, x: Tensor, cu_seqlens: Tensor, positions, output_hidden_states) -> tuple[Any, list[Any]]:
         """`_run` on packed sequences, each padded to a row of its own for the layers."""
         rows = PaddedSequences.all(cu_seqlens, int(cu_seqlens.diff().max()))
-        padded, hidden_states = self._run(x.flatten(0, 1)[rows.tokens], rows.mask, None, None, output_hidden_states)
+        positions = None if positions is None else positions.flatten()[rows.tokens]
+        padded = x.flatten(0, 1)[rows.tokens]
+        padded, hidden_states = self._run(padded, rows.mask, positions, None, output_hidden_states)
 
         def pack(result: Tensor) -> Tensor:  # (R, L, W) → (B, N, W)
             flat = result.new_zeros(x.shape).flatten(0, 1)

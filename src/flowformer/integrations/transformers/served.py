@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching import ContinuousMixin
 from ...nn import token_positions
 from .cache import NAME, FlowCacheLayer, with_states
 from .context import check_labels, check_padding, group_of
-from .heads import KEPT, Exchange, FlowHeads, sizes_of
+from .linearized_heads import KEPT, Exchange, FlowHeads, sizes_of
 
 if TYPE_CHECKING:
     from ...ops.context.exchange import Group

@@ -1,0 +1,165 @@
+"""What the heads of a linearized attention layer learn: features, powers, gain, and the weight of a window.
+
+Shapes: B batch, H heads, H_kv key heads, N tokens, D features, E values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ..._utils import check_literals, check_options
+from ...ops import FlowVariant, checks
+
+Features = Literal["none", "projection", "hedgehog"]
+RENORMALIZED = FlowVariant(renormalize=True)
+KEPT = "softmax"  # the `flow` of an attention layer that stays as it is
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What takes the place of softmax attention in a model; saved as `flow_attention` in its config.
+
+    Args:
+        features: what is learned of φ. "projection" is a matrix per head before it, the identity at the start;
+            "hedgehog" is softmax([x, −x]) of that projection x, and has twice as many features; "none" is nothing.
+        variant: of Flow-Attention. With hedgehog features its feature map is not used: they are positive already.
+        powers: learns the exponents of competition and allocation per head, from 0, where attention is linear; needs a
+            variant with `renormalize`.
+        gain: learns a factor per head on the result, from 1.
+        window: a softmax over the tokens less than `window` away stands beside the flow; 0 is none.
+        keep_layers: the attention layers that stay softmax, counted from 0.
+    """
+
+    features: Features = "hedgehog"
+    variant: FlowVariant = RENORMALIZED
+    powers: bool = True
+    gain: bool = False
+    window: int = 0
+    keep_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        variant = FlowVariant(**self.variant) if isinstance(self.variant, dict) else checks.variant(self.variant)
+        object.__setattr__(self, "variant", variant)
+        object.__setattr__(self, "keep_layers", tuple(sorted({int(index) for index in self.keep_layers})))
+        if self.powers and not variant.renormalize:
+            raise ValueError(f"powers=True needs a variant with renormalize=True, got {variant}. Pass powers=False.")
+        if variant.competitors == "heads":
+            raise ValueError('an exchange cannot have competitors="heads": heads of keys may be shared.')
+        if self.window < 0:
+            raise ValueError(f"window must be 0 for none, or a number of tokens, got {self.window}.")
+
+    @classmethod
+    def of(cls, config: Any) -> Exchange | None:
+        """That of the config of a model, or None where Flow-Attention is as in the paper."""
+        saved = getattr(config, "flow_attention", None)
+        if saved is None:
+            return None
+        check_options("flow_attention of the config", saved, [field.name for field in fields(cls)])
+        return cls(**saved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a config saves it."""
+        return asdict(self) | {"keep_layers": list(self.keep_layers)}
+
+
+class FlowHeads(nn.Module):
+    """The learned part of an exchanged attention layer, its `flow`.
+
+    At the start it is linear attention with the features of the exchange, or, without `powers`, the variant itself.
+    """
+
+    # of a transfer from softmax, see `flowformer.linearize`
+    learns: bool = False
+    error: Tensor | None = None
+
+    def __init__(self, exchange: Exchange, heads: int, key_heads: int, head_dim: int, **factory: Any) -> None:
+        super().__init__()
+        self.exchange, self.sizes = exchange, (heads, key_heads, head_dim)
+        positive = exchange.features == "hedgehog"  # ReLU leaves them as they are
+        self.variant = replace(exchange.variant, feature_map="relu") if positive else exchange.variant
+
+        def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(*shape, **factory)) if wanted else None
+
+        projects = exchange.features != "none"
+        self.query_projection = parameter(projects, heads, head_dim, head_dim)
+        self.key_projection = parameter(projects, key_heads, head_dim, head_dim)
+        self.powers = parameter(exchange.powers, 2, heads)
+        self.gain = parameter(exchange.gain, heads)
+        self.far = parameter(exchange.window > 0, heads, head_dim + 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The start of learning; spares what was loaded, as the functions of transformers do."""
+        for projection in (self.query_projection, self.key_projection):
+            if projection is not None:
+                identity = torch.eye(self.sizes[2], device=projection.device, dtype=projection.dtype)
+                init.copy_(projection, identity.expand_as(projection))
+        if self.gain is not None:
+            init.ones_(self.gain)
+        for parameter in (self.powers, self.far):
+            if parameter is not None:
+                init.zeros_(parameter)
+
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """What the op takes for queries (B, H, N, D) and keys (B, H_kv, N, D)."""
+        given = query.shape[1], key.shape[1], query.shape[3]
+        if given != self.sizes:
+            raise ValueError(
+                f"this attention layer has (heads, key heads, head_dim) = {given}, but its config says {self.sizes}. "
+                "A model whose layers differ from its config cannot be linearized."
+            )
+        return self._map(query, self.query_projection), self._map(key, self.key_projection)
+
+    def _map(self, x: Tensor, projection: Tensor | None) -> Tensor:
+        if projection is None:
+            return x
+        x = x @ projection.to(x.dtype)
+        if self.exchange.features == "projection":
+            return x
+        at_least = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return torch.cat([x, -x], -1).softmax(-1, dtype=at_least).to(x.dtype)
+
+    def near_share(self, query: Tensor, log_near: Tensor, outside: Tensor) -> Tensor:
+        """How much of the result comes from the window, (B, H, N).
+
+        A softmax over all tokens would weigh the window by its sum of exponentiated scores against that of the tokens
+        outside. The logarithm of the mean of the latter is learned as a linear function of the query, from 0. Where no
+        token is outside the share is 1: attention is then exactly softmax.
+
+        Args:
+            log_near: (B, H, N), the logarithm of the sum in the window.
+            outside: (B, N), how many tokens are outside.
+        """
+        assert self.far is not None
+        weight, bias = self.far[:, :-1, None].to(query.dtype), self.far[:, -1, None]
+        log_far = (query @ weight)[..., 0] + bias + outside[:, None].to(log_near.dtype).log()
+        return (log_near - log_far).sigmoid()
+
+    def extra_repr(self) -> str:
+        return f"{self.exchange}"
+
+
+def sizes_of(layer: nn.Module, config: Any) -> tuple[int, int, int]:
+    """Heads, key heads and head_dim of an attention layer, from itself or from its config."""
+
+    def first(*names: str) -> int | None:
+        found = (getattr(owner, name, None) for owner in (layer, config) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+    heads = first("num_attention_heads", "num_heads", "n_head")
+    if heads is None:
+        raise NotImplementedError(
+            f"cannot tell how many heads {type(layer).__name__} has: neither it nor its config has num_attention_heads."
+        )
+    groups = getattr(layer, "num_key_value_groups", None)
+    key_heads = heads // groups if isinstance(groups, int) and groups > 0 else first("num_key_value_heads") or heads
+    # a latent attention's head_dim, if it has one, is that of its rotary features alone
+    head_dim = first("qk_head_dim", "head_dim", "attention_head_size") or config.hidden_size // heads
+    return heads, key_heads, head_dim

@@ -1,0 +1,91 @@
+"""Text as tokens, and as batches of rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from language import documents
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from flowformer.linearize.text import NEARBY, PackedRows, PaddedRows, around, framed, language_documents, tokenize
+
+
+def test_rows_are_packed_documents():
+    rows = PackedRows(framed(documents(7), [], [1]), 10, 3)
+    stream = torch.cat([torch.cat([each, torch.tensor([1])]) for each in documents(7)])
+    assert torch.equal(rows.tokens.flatten().long(), stream[: rows.tokens.numel()])
+    begins = rows.positions == 0
+    assert begins[:, 0].all()
+    assert torch.equal(rows.positions[:, 1:][~begins[:, 1:]], (rows.positions[:, :-1] + 1)[~begins[:, 1:]])
+    counted = [int(i) for step in range(len(rows)) for i in rows.rows(step, 2)]
+    assert sorted(counted[: len(rows)]) == list(range(len(rows))) == sorted(counted[len(rows) :])
+    assert counted[: len(rows)] != counted[len(rows) :]
+    shares = [rows.batch(5, 4, rank, 2)["input_ids"] for rank in (0, 1)]
+    assert sorted(torch.cat(shares).tolist()) == sorted(rows.batch(5, 4)["input_ids"].tolist())
+
+
+def test_sentences_of_an_update_have_similar_lengths():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 50, (NEARBY * 4,), generator=generator).tolist()
+    sentences = PaddedRows([torch.full((length,), 5) for length in lengths], 99, 0, [], [], 3)
+    updates = [sentences.rows(step, 4).tolist() for step in range(2 * NEARBY)]
+    for epoch in (updates[:NEARBY], updates[NEARBY:]):
+        assert sorted(row for rows in epoch for row in rows) == list(range(len(sentences)))
+        ranges = sorted((min(lengths[row] for row in rows), max(lengths[row] for row in rows)) for rows in epoch)
+        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    assert updates[:NEARBY] != updates[NEARBY:]
+    assert updates[:NEARBY] != sorted(updates[:NEARBY], key=lambda rows: lengths[rows[0]])
+    shares = [sentences.batch(5, 4, rank, 2)["input_ids"].ne(0).sum().item() for rank in (0, 1)]
+    assert sum(shares) == sentences.batch(5, 4)["attention_mask"].sum()
+
+
+def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
+    def tokenizer(texts, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+    monkeypatch.setattr("flowformer.linearize.text.PIECE", 5)
+    text = "one\ntwo, three and four\n\nfive"
+    (tokens,) = tokenize([text, ""], tokenizer)
+    assert "".join(map(chr, tokens.tolist())) == text
+    with pytest.raises(TypeError, match="got int"):
+        tokenize([3], tokenizer)
+
+
+SPECIALS = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    letters = {letter: len(SPECIALS) + i for i, letter in enumerate("abcdefgh")}
+    tokenizer = Tokenizer(models.WordLevel(SPECIALS | letters, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(SPECIALS.items()))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [("$A", [], []), ("<bos> $A", [1], []), ("<bos> $A <eos>", [1], [2]), ("<bos> <bos> $A <eos>", [1, 1], [2])],
+)
+def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template, before, after):
+    """Those of encoders as they are; language models begin with them, and end with the token of the end."""
+    tokenizer = tokenizer_of(template)
+    assert around(tokenizer) == (before, after)
+    (text,) = tokenize(["head"], tokenizer)
+    assert text.tolist() == [10, 7, 3, 6]
+    rows = PaddedRows([text, text[:1]], 4 + len(before + after), 0, before, after, 0)
+    assert [row.tolist() for row in rows.tensors()] == [[*before, *text.tolist(), *after], [*before, 10, *after]]
+    (document,) = language_documents([text], tokenizer, None)
+    assert document.tolist() == [*before, *text.tolist(), 2]
+    assert torch.equal(language_documents([document], tokenizer, None)[0], document)
+
+
+def test_documents_without_a_tokenizer_end_as_the_config_says():
+    text = torch.tensor([5, 6])
+    assert language_documents([text], None, SimpleNamespace(eos_token_id=3))[0].tolist() == [5, 6, 3]
+    assert language_documents([text], None, SimpleNamespace(eos_token_id=[4, 3]))[0].tolist() == [5, 6, 4]
+    assert language_documents([text], None, SimpleNamespace(eos_token_id=None))[0].tolist() == [5, 6]
