@@ -34,12 +34,6 @@ MOVED = {
     "flowformer.baselines.timeseries.classifiers": f"{METHODS}.classifiers.classifiers",
     "flowformer.integrations.aeon.FlowformerClassifier": "flowformer.integrations.aeon.FlowformerTimeSeriesClassifier",
     "flowformer.integrations.aeon.FlowformerRegressor": "flowformer.integrations.aeon.FlowformerTimeSeriesRegressor",
-    **{
-        f"flowformer.integrations.transformers.heads.{name}": (
-            f"flowformer.integrations.transformers.linearized_heads.{name}"
-        )
-        for name in ("Exchange", "FlowHeads")
-    },
     "flowformer.integrations.timm.FlowAttention": "flowformer.integrations.timm.TimmFlowAttention",
     **{
         f"flowformer.integrations.timm.{model}": f"flowformer.integrations.timm.flowformer.{model}"

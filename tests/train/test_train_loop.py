@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,7 +27,7 @@ from flowformer.models import (
 )
 from flowformer.train import checkpoints, record
 from flowformer.train.config import Optimiser, Schedule
-from flowformer.train.loop import Interrupted, train
+from flowformer.train.loop import Interrupted, Trainer, train
 
 
 def evaluations(folder):
@@ -131,6 +132,24 @@ class TestRun:
         scores = [each["accuracy"] for each in evaluations(tmp_path / "run")]
         assert result["best"]["accuracy"] == max(scores)
         assert result["final"]["accuracy"] == scores[-1]
+
+    def test_a_run_that_diverges_stops(self, tmp_path):
+        config = replace(CONFIG, optimiser=replace(CONFIG.optimiser, lr=1e38, clip=None))
+        with pytest.raises(FloatingPointError, match=r"diverged: at update .* optimiser\.lr below 1e\+38"):
+            train(config, tmp_path, splits=SERIES)
+        assert not (tmp_path / "result.json").exists()
+
+    def test_a_batch_without_a_finite_loss_is_survived(self, tmp_path, monkeypatch):
+        """As an overflow in float16, after which the scaler leaves the parameters as they were."""
+        update = Trainer._update
+
+        def overflow(self, batches):
+            update(self, batches)
+            self._loss += torch.nan if self.progress.step == 3 else 0
+
+        monkeypatch.setattr(Trainer, "_update", overflow)
+        train(CONFIG, tmp_path, splits=SERIES)
+        assert [math.isfinite(loss) for loss in losses(tmp_path)] == [step != 3 for step in range(1, 25)]
 
 
 class TestResume:

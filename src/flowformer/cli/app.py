@@ -33,7 +33,7 @@ DataDir = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script, and nothing else.")]
 # errors that a user can fix; any other is a bug and shows its traceback
-_USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError)
+_USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, FloatingPointError)
 # advice in errors of the library, and the same advice for the command line
 _ADVICE = {
     "pass data_dir": "pass --data",

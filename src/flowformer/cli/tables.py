@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from .app import STARTED, DataDir, Json, advice, app, command, console, errors
 
@@ -110,15 +109,14 @@ def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
     return reasons
 
 
-# of `reproduce --list`, the most important first
+# of `reproduce --list`
 _COLUMNS: dict[str, Callable[[Job], str]] = {
-    "cell": lambda job: job.name,
-    "state": lambda job: job.state(),
+    "state": lambda job: job.state().partition(":")[0],  # what follows the colon is printed below
     "seed": lambda job: str(job.seed),
     "paper": lambda job: "" if job.paper is None else str(job.paper),
     "minutes": lambda job: f"{job.minutes:g}",
+    "cell": lambda job: job.name,  # the longest comes last, where a narrow terminal may wrap it
 }
-_NARROW_STATE = 12  # characters of a line of the state, which may wrap; a name that wraps could not be copied
 
 
 def _print_jobs(jobs: list[Job], as_json: bool) -> None:
@@ -126,18 +124,15 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
         names = ("name", "seed", "minutes", "paper")
         print(json.dumps([{**{n: getattr(job, n) for n in names}, "state": job.state()} for job in jobs]))
         return
-    cells = {name: [text(job) for job in jobs] for name, text in _COLUMNS.items()}
-    widths = {name: max(map(len, (name, *column))) for name, column in cells.items()}
-    widths["state"] = min(widths["state"], _NARROW_STATE)
-    while (needed := sum(2 + widths[name] for name in cells) - 2) > console.width and len(cells) > 2:
-        cells.popitem()
-    too_wide = needed > console.width
-    listed = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), width=needed if too_wide else None)
-    for name in cells:
-        listed.add_column(name, no_wrap=name != "state", overflow="fold")
-    for row in zip(*cells.values(), strict=True):
-        listed.add_row(*row)
-    console.print(listed, crop=False)
+    lines = [list(_COLUMNS), *([text(job) for text in _COLUMNS.values()] for job in jobs)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        console.print("  ".join(padded).rstrip(), soft_wrap=True, highlight=False)
+    reasons = [f"{reason}: {len(cells)} cells" for reason, cells in _blocked(jobs).items()]
+    failures = [f"{job.name}, seed {job.seed}, {job.state()}" for job in jobs if job.state().startswith("failed")]
+    for reason in (*reasons, *failures):
+        console.print(reason, soft_wrap=True, highlight=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
     console.print(f"About {left:.0f} minutes are left on an H200, or {left / 8:.0f} with eight runs at the same time.")
 

@@ -7,6 +7,7 @@ but parameters, optimiser, random states and the step.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from .. import data
 from .._utils import read_json, write_atomically
@@ -241,9 +243,24 @@ class Trainer:
         }
         self.log.write(record)
         self.report(record)
+        if not math.isfinite(loss):
+            self._check_parameters(loss)
         self._loss.zero_()
         self._tokens.zero_()
         progress.logged_step, progress.logged_seconds = progress.step, progress.seconds
+
+    def _check_parameters(self, loss: float) -> None:
+        """Raises if parameters are NaN or infinite: no update changes that again."""
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.objective.parameters())
+        broken = torch.tensor(0.0, device=self._device)
+        for part in parts:
+            broken += 1 - part.isfinite().all().to(broken)
+        if self.accelerator.reduce(broken).item():
+            raise FloatingPointError(
+                f"the run diverged: at update {self.progress.step} the loss is {loss} and parameters are not finite. "
+                f"Train again in another folder with an optimiser.lr below {self.config.optimiser.lr:g}, a smaller "
+                "optimiser.clip, or in float32."
+            )
 
     def _evaluate_and_keep_best(self) -> dict[str, Any]:
         record = self._evaluate(self.config.select_on)
