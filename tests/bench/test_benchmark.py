@@ -293,14 +293,17 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--attentions", "sofmax"], "did you mean 'softmax'"),
-            (["--attentions", "rfa-gate"], "causal only"),
-            (["--plot", "speed.png"], "pass both"),
-            (["--batch", "0"], "must be positive"),
+            (["lra", "--attentions", "sofmax"], "did you mean 'softmax'"),
+            (["lra", "--attentions", "rfa-gate"], "causal only"),
+            (["lra", "--plot", "speed.png"], "pass both"),
+            (["lra", "--batch", "0"], "must be positive"),
+            # timed as a CPU is, without a synchronisation, it would seem to take no time
+            (["attention", "--device", "cuda:0"], "invalid choice: 'cuda:0'"),
+            (["attention", "--dtype", "bf16"], "invalid choice: 'bf16'"),
         ],
     )
     def test_a_mistake_is_one_sentence(self, flowformer, arguments, message):
-        result = flowformer("lra", *arguments)
+        result = flowformer(*arguments)
         assert result.exit_code == 2
         assert message in result.output
 

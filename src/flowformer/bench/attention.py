@@ -36,6 +36,7 @@ from ..ops import reference
 from .measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
 
 KINDS = ("bidirectional", "causal")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 # CPU, GPU
 SHAPES = (
     ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
@@ -252,24 +253,25 @@ def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> l
             *percentiles(times[each.name, forward_backward]),
             peaks[each.name, forward] / tensor,
             peaks[each.name, forward_backward] / tensor - 3,
-            *(beside_the_clock(each, tensors, options.repeats) if device != "cpu" else ()),
+            *(gpu_measurements(each, tensors, options.repeats) if device != "cpu" else ()),
         )
         for each in field
     ]
     return rows if device == "cpu" else [*rows, floor(kind, shape, tensors)]
 
 
-def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
+def gpu_measurements(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
     """GPU time, number of kernels and host time of a call, for forward and forward+backward."""
     runs = [partial(step, contestant.call, *tensors) for step in (forward, forward_backward)]
     return [
-        *(captured(contestant.name, run, repeats) for run in runs),
+        *(replay_milliseconds(contestant.name, run, repeats) for run in runs),
         *(float(launches(run)) for run in runs),
         *(host_microseconds(run, repeats) for run in runs),
     ]
 
 
-def captured(name: str, run: Callable[[], object], repeats: int) -> float:
+def replay_milliseconds(name: str, run: Callable[[], object], repeats: int) -> float:
+    """The time as a CUDA graph; NaN for a rival that cannot be one."""
     try:
         return graph_milliseconds(run, repeats)
     except RuntimeError as error:
@@ -359,8 +361,8 @@ def parse(arguments: list[str] | None = None):
         "flowformer bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     has_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if has_cuda else "float32")
     shapes = list(map(InputShape.parse, SHAPES[has_cuda]))
     parser.add_argument("--shapes", type=InputShape.parse, nargs="+", default=shapes)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
