@@ -38,9 +38,30 @@ def test_contestants_are_measured_and_written(field, request, tmp_path):
     assert re.search(
         r"flow torch is \d+\.\d\d× as fast as .*, \d+\.\d\d× as fast as sdpa", bench.speedups(rows, "torch")
     )
-    bench.write_csv(tmp_path / "times.csv", rows, measure.machine("cpu", "float32"))
+    with measure.csv_file(tmp_path / "times.csv", bench.AttentionTiming, measure.machine("cpu", "float32")) as write:
+        for row in rows:
+            write(row)
     with (tmp_path / "times.csv").open() as file:
         assert [line["contestant"] for line in csv.DictReader(file)] == [row.contestant for row in rows]
+
+
+@pytest.mark.parametrize("limit", [["--memory", "0"], ["--limit", "0"]])
+def test_a_shape_that_is_too_large_for_all_has_no_rows(monkeypatch, capsys, tmp_path, limit):
+    monkeypatch.setattr(bench, "decode", lambda options: {})
+    shape = [
+        "--shapes",
+        "B1H2N32d8",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--contestants",
+        "flow",
+        "--kinds",
+        "causal",
+    ]
+    assert bench.main([*shape, *limit, "--csv", str(tmp_path / "times.csv")]) == []
+    assert "B1 H2 N32 d8: every contestant is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("field", ["bidirectional"], indirect=True)
@@ -293,14 +314,17 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--attentions", "sofmax"], "did you mean 'softmax'"),
-            (["--attentions", "rfa-gate"], "causal only"),
-            (["--plot", "speed.png"], "pass both"),
-            (["--batch", "0"], "must be positive"),
+            (["lra", "--attentions", "sofmax"], "did you mean 'softmax'"),
+            (["lra", "--attentions", "rfa-gate"], "causal only"),
+            (["lra", "--plot", "speed.png"], "pass both"),
+            (["lra", "--batch", "0"], "must be positive"),
+            # timed as a CPU is, without a synchronisation, it would seem to take no time
+            (["attention", "--device", "cuda:0"], "invalid choice: 'cuda:0'"),
+            (["attention", "--dtype", "bf16"], "invalid choice: 'bf16'"),
         ],
     )
     def test_a_mistake_is_one_sentence(self, flowformer, arguments, message):
-        result = flowformer("lra", *arguments)
+        result = flowformer(*arguments)
         assert result.exit_code == 2
         assert message in result.output
 

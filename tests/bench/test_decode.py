@@ -47,6 +47,21 @@ def test_steps_are_checked_against_one_run(attention, monkeypatch):
     assert "the logits are off by" in decode.check(attention, options)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("attention", decode.ATTENTIONS)
+def test_a_replayed_step_is_the_step(attention):
+    options = decode.parse(["--device", "cuda", "--vocab", "31", "--dtype", "float32"])
+    eager, graphed = (decode.Decoder(attention, 2, 40, options) for _ in range(2))
+    replay = decode.prepared(graphed, "graph")
+    for _ in range(4):  # to warm up, and once more before the capture
+        eager.step()
+    for _ in range(5):
+        assert torch.equal(eager.token, graphed.token)
+        eager.step()
+        replay()
+
+
 def test_what_does_not_fit_is_marked(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError

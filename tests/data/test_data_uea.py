@@ -68,6 +68,7 @@ def test_a_channel_without_values_is_zero(tiny):
         ("5,6:1,0:cat", "5,6:1,0:cow"),
         ("5,6:1,0:cat", "5,x:1,0:cat"),
         ("5,6:1,0:cat", "5,6:1:cat"),
+        ("5,6:1,0:cat", "5,inf:1,0:cat"),
         ("@data", ""),
     ],
 )
@@ -76,6 +77,11 @@ def test_a_damaged_file_is_named(tiny, old, new):
     path.write_text(TRAIN.replace(old, new))
     with pytest.raises(data.DamagedDataError, match=r"Tiny_TRAIN\.ts"):
         data.load("uea/Tiny", tiny)
+
+
+def test_a_length_must_be_positive(tiny):
+    with pytest.raises(ValueError, match="max_length must be a positive whole number, got 0"):
+        data.load("uea/Tiny", tiny, max_length=0)
 
 
 def test_parts_must_belong_together(tiny):

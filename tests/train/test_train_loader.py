@@ -33,6 +33,13 @@ class Tokens(Dataset):
         return {"tokens": torch.arange(index + 1), "label": torch.tensor(index)}
 
 
+@pytest.mark.filterwarnings("error")
+def test_memory_is_pinned_for_cuda_alone():
+    """DataLoader warns elsewhere that it cannot."""
+    (found,) = load_batches(Tokens(), [[0]], collate, 0, torch.device("mps"))
+    assert found["tokens"].tolist() == [[0]]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_in_their_order(workers):
     order = [[4, 1], [2], [0, 3, 5]]

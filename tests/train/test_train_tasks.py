@@ -50,6 +50,13 @@ def test_mixed_images_have_soft_labels(tmp_path):
     assert all(loss < 2 for loss in losses(tmp_path / "run"))
 
 
+def test_images_are_mixed_in_pairs(tmp_path):
+    cases, model, sizes = random_cases("images")
+    config = replace(CONFIG, task="images", model=model, mixup=0.8, batch_size=3, select_on="test")
+    with pytest.raises(ValueError, match="mix images in pairs, got a micro-batch of 3"):
+        train(config, tmp_path / "run", splits=Splits(cases, None, cases, DataInfo("tiny", "0", **sizes)))
+
+
 @pytest.mark.parametrize("task", ["tokens", "language"])
 def test_scores_do_not_depend_on_how_examples_are_batched(tmp_path, task):
     cases, model, sizes = random_cases(task)

@@ -80,6 +80,12 @@ class TestTraining:
         assert len(accuracy.lines) == 2
         assert legend(figure) == ["run", "dtw"]
 
+    def test_only_scores_have_panels(self):
+        """Evaluations by episodes also record what was played."""
+        played = {"kind": "eval", "split": "test", "step": 2, "epoch": 1.5, "environment": "Hopper-v4", "episodes": 10}
+        (panel,) = viz.training_curves({"run": [{**played, "note": "target return above", "score": 1.5}]}).axes
+        assert panel.get_title() == "evaluation score"
+
     def test_what_nobody_recorded_has_no_panel(self):
         (panel,) = viz.training_curves({"dtw": list(self.EVALUATED)}).axes
         assert panel.get_title() == "evaluation accuracy"

@@ -14,14 +14,13 @@ sequence.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +32,19 @@ from torch import Tensor
 from .. import FlowVariant, flow_attention, flow_attention_recurrent
 from ..baselines import LinearAttention
 from ..ops import reference
-from .measure import graph_milliseconds, host_microseconds, launches, machine, milliseconds, peak_bytes, percentiles
+from .measure import (
+    csv_file,
+    graph_milliseconds,
+    host_microseconds,
+    launches,
+    machine,
+    milliseconds,
+    peak_bytes,
+    percentiles,
+)
 
 KINDS = ("bidirectional", "causal")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 # CPU, GPU
 SHAPES = (
     ["B2H8N512d64", "B2H8N1024d64", "B2H8N2048d64", "B2H8N4096d64", "B2H8N16384d64"],
@@ -232,6 +241,9 @@ def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> l
                 field.remove(each)
                 break
             peaks[each.name, step] = peak_bytes(partial(step, each.call, *tensors), device)
+    if not field:
+        print(f"{shape}: every contestant is left out; raise --memory or --limit", flush=True)
+        return []
     runs = [(each, step) for each in field for step in (forward, forward_backward)]
     times: dict[tuple, list[float]] = {(each.name, step): [] for each, step in runs}
     started = time.perf_counter()
@@ -252,24 +264,25 @@ def measure(kind: str, field: list[Contestant], shape: InputShape, options) -> l
             *percentiles(times[each.name, forward_backward]),
             peaks[each.name, forward] / tensor,
             peaks[each.name, forward_backward] / tensor - 3,
-            *(beside_the_clock(each, tensors, options.repeats) if device != "cpu" else ()),
+            *(gpu_measurements(each, tensors, options.repeats) if device != "cpu" else ()),
         )
         for each in field
     ]
     return rows if device == "cpu" else [*rows, floor(kind, shape, tensors)]
 
 
-def beside_the_clock(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
+def gpu_measurements(contestant: Contestant, tensors: list[Tensor], repeats: int) -> list[float]:
     """GPU time, number of kernels and host time of a call, for forward and forward+backward."""
     runs = [partial(step, contestant.call, *tensors) for step in (forward, forward_backward)]
     return [
-        *(captured(contestant.name, run, repeats) for run in runs),
+        *(replay_milliseconds(contestant.name, run, repeats) for run in runs),
         *(float(launches(run)) for run in runs),
         *(host_microseconds(run, repeats) for run in runs),
     ]
 
 
-def captured(name: str, run: Callable[[], object], repeats: int) -> float:
+def replay_milliseconds(name: str, run: Callable[[], object], repeats: int) -> float:
+    """The time as a CUDA graph; NaN for a rival that cannot be one."""
     try:
         return graph_milliseconds(run, repeats)
     except RuntimeError as error:
@@ -346,21 +359,13 @@ def speedups(rows: list[AttentionTiming], backend: str) -> str:
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is {times}"
 
 
-def write_csv(path: Path, rows: list[AttentionTiming], facts: dict[str, str]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(AttentionTiming)), *facts])
-        for row in rows:
-            writer.writerow([*asdict(row).values(), *facts.values()])
-
-
 def parse(arguments: list[str] | None = None):
     parser = argparse.ArgumentParser(
         "flowformer bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     has_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if has_cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if has_cuda else "float32")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if has_cuda else "float32")
     shapes = list(map(InputShape.parse, SHAPES[has_cuda]))
     parser.add_argument("--shapes", type=InputShape.parse, nargs="+", default=shapes)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
@@ -382,19 +387,20 @@ def main(arguments: list[str] | None = None) -> list[AttentionTiming]:
     facts = machine(options.device, options.dtype)
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     rows = []
-    for kind in options.kinds:
-        field = contestants(kind, options.backends)
-        if options.contestants:
-            field = chosen(field, options.contestants)
-        for shape in options.shapes:
-            torch.compiler.reset()
-            check(kind, field, shape.heads, shape.dim, options.device, getattr(torch, options.dtype))
-            measured = measure(kind, field, shape, options)
-            print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
-            rows += measured
-            if options.csv:
-                # written after every shape, so that an interrupted run keeps its results
-                write_csv(options.csv, rows, facts)
+    with csv_file(options.csv, AttentionTiming, facts) as write:
+        for kind in options.kinds:
+            field = contestants(kind, options.backends)
+            if options.contestants:
+                field = chosen(field, options.contestants)
+            for shape in options.shapes:
+                torch.compiler.reset()
+                check(kind, field, shape.heads, shape.dim, options.device, getattr(torch, options.dtype))
+                measured = measure(kind, field, shape, options)
+                for row in measured:
+                    write(row)
+                if measured:
+                    print(table(measured), speedups(measured, options.backends[0]), sep="\n", flush=True)
+                rows += measured
     for name, value in decode(options).items():
         print(f"decode: {name}: {value:.3g}")
     return rows

@@ -66,7 +66,10 @@ def tokenise(block: bytes, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
         raise DamagedDataError(f"{where}: an operator is none of {', '.join(OPERATORS)}.")
     ids[tabs + 1] = 0
     places = np.flatnonzero(ids)
-    return ids[places], np.searchsorted(places, lines), values
+    ends = np.searchsorted(places, lines)
+    if not np.diff(ends, prepend=0).all():
+        raise DamagedDataError(f"{where}: an expression is empty.")
+    return ids[places], ends, values
 
 
 def generate(

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .._utils import suggestion
+from .._utils import check_positive, suggestion
 from . import store
 from .splits import Columns, DataInfo, Splits
 from .store import DataSet
@@ -41,6 +41,8 @@ def load(name: str, folder: Path, *, partial: bool = False, max_length: int | No
     Args:
         max_length: longer series are cut; None cuts test series at the longest training series, as the paper's code.
     """
+    if max_length is not None:
+        check_positive(max_length=max_length)
     published = record(name)
     paths = list(published.require(folder).values())
     (train, train_labels, classes), (test, test_labels, test_classes) = map(_read, paths)
@@ -124,6 +126,8 @@ def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
         series = [_channels(channels) for *channels, _ in cases]
         if len({case.shape[1] for case in series}) != 1:
             raise ValueError("its cases differ in their number of channels")
+        if not all(np.isfinite(case).all() for case in series):
+            raise ValueError("a value is infinite")
         return series, [classes.index(label.strip()) for *_, label in cases], classes
     except (OSError, ValueError, IndexError) as error:
         raise store.DamagedDataError(f"{path} is damaged: {error}") from error

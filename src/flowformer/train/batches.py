@@ -122,14 +122,14 @@ def load_batches(
     workers: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """The batches in a given order, prefetched by worker processes and pinned where a GPU will copy them."""
+    """The batches in a given order, prefetched by worker processes and in pinned memory for a CUDA device."""
     loader = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=partial(_pack, collate),
         num_workers=workers,
         worker_init_fn=_ignore_interrupts,
-        pin_memory=device.type != "cpu",
+        pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # without one, starting workers would draw from the random numbers of the run
     )
     return map(PackedBatch.unpack, loader)

@@ -1,4 +1,6 @@
-"""The training loop: updates, evaluations, logs and checkpoints. A resumed run equals the whole one, bit for bit.
+"""The training loop: updates with gradient accumulation, clipping and mixed precision; evaluations, logs, checkpoints.
+
+A resumed run equals the whole one, bit for bit.
 
 The learning rate and the order of the data are functions of the seed and the step alone, so a checkpoint needs nothing
 but parameters, optimiser, random states and the step.
@@ -188,7 +190,10 @@ class Trainer:
             self.log.close()
 
     def _update(self, micro_batches: list[tasks.Batch]) -> None:
-        """One optimiser step. The loss is the mean over the micro-batches of all ranks."""
+        """One optimiser step over the micro-batches of gradient accumulation.
+
+        The loss is the mean over all examples, or tokens, of all micro-batches and ranks, however uneven they are.
+        """
         config, progress = self.config, self.progress
         micro_batches = [send_to_device(batch, self._device, non_blocking=True) for batch in micro_batches]
         rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
@@ -290,13 +295,13 @@ class Trainer:
         config = self.config
         self._write_model("final")
         best = self.progress.best
-        if final is None:  # resumed after the last update
-            final = self._evaluate(config.select_on)
         assert best is not None
         if config.select_on == "valid":
             final = self._evaluate("test", model="final")
             self._read_model("best")
             best = {**self._evaluate("test", model="best"), "step": best["step"], "epoch": best["epoch"]}
+        elif final is None:  # resumed after the last update
+            final = self._evaluate("test")
         plain = ("kind", "split", "model")
         result = {
             "recipe": config.recipe,

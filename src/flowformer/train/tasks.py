@@ -371,6 +371,11 @@ class Objective(nn.Module):
 
 def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """Mixup or cutmix over a batch, and its soft labels."""
+    if len(images) % 2:
+        raise ValueError(
+            f"mixup and cutmix mix images in pairs, got a micro-batch of {len(images)}. Pass a batch_size that gives "
+            "every process and micro-batch an even number."
+        )
     classes = config.model.num_classes  # type: ignore[union-attr]  # the task's models have it
     mixup = optional_import("timm.data.mixup", "timm")
     mix = mixup.Mixup(config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=classes)

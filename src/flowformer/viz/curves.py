@@ -11,8 +11,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-_NOT_SCORES = ("kind", "split", "step", "epoch", "model")
-
 
 def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """The loss and every score of runs over their updates; scores that no run has recorded get no panel.
@@ -26,8 +24,9 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
             if record["kind"] == "train":
                 panels["training loss"][name].append((record["step"], record["loss"]))
             elif record["kind"] == "eval" and "model" not in record:
-                for score in record.keys() - _NOT_SCORES:
-                    panels[f"evaluation {score}"][name].append((record["step"], record[score]))
+                for score, value in record.items():
+                    if isinstance(value, float) and score != "epoch":
+                        panels[f"evaluation {score}"][name].append((record["step"], value))
     if not panels:
         raise ValueError(f"{', '.join(logs)}: nothing is recorded yet, neither a loss nor an evaluation.")
     figure = Figure(figsize=(4.2 * len(panels), 3.2 + 0.2 * len(logs)), layout="constrained")
