@@ -56,7 +56,7 @@ class HeldOut:
     def of(cls, student: Student, texts: Iterable[str | Tensor], config: LinearizeConfig) -> HeldOut:
         texts = list(texts)
         tokenizer, model_config = student.tokenizer, student.model.config
-        documents = tokenize(texts, tokenizer)
+        documents = tokenize(texts, tokenizer, model_config.get_text_config().vocab_size)
         if not documents:
             raise ValueError("there is no text to evaluate on: no document has a token.")
         if not student.is_language_model:
