@@ -297,7 +297,8 @@ class FlowAttention(ProjectedAttention):
         positions = None
         if mask is not None or state is not None or self.group is not None:
             mask = query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask
-            positions = token_positions(mask, None if state is None else state.count, self.group)
+            past = None if state is None else state.count
+            positions = token_positions(mask, past, self.group)
         return self.rotary(q, positions), self.rotary(k, positions)
 
     def extra_repr(self) -> str:
