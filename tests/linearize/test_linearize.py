@@ -238,8 +238,11 @@ def test_bad_input_is_refused(teacher, tmp_path):
         student.transfer(documents(100), LinearizeConfig(**SHORT), evaluate=[torch.tensor([3, -1, 2])])
     with pytest.raises(TypeError, match="1-d tensor of integers"):
         student.transfer([torch.randn(3)])
-    with pytest.raises(TypeError, match=r"ViTModel reads no text\. Pass batches"):
-        linearize(transformers.ViTModel(copy.deepcopy(VIT))).transfer(documents(3))
+    vit, images = linearize(transformers.ViTModel(copy.deepcopy(VIT))), [{"pixel_values": torch.randn(4, 3, 8, 8)}]
+    with pytest.raises(TypeError, match=r"ViTModel reads no text, got documents as texts\. Learn from batches"):
+        vit.transfer(documents(3))
+    with pytest.raises(TypeError, match="ViTModel reads no text, got documents as evaluate"):
+        vit.transfer(images, LinearizeConfig(**SHORT), evaluate=documents(3))
     with pytest.raises(ValueError, match="without a folder"):
         student.transfer(documents(100), LinearizeConfig(**SHORT), resume=True)
     (tmp_path / "config.json").write_text("of something else")

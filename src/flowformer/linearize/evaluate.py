@@ -54,6 +54,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, student: Student, texts: Iterable[str | Tensor], config: LinearizeConfig) -> HeldOut:
+        student.check_reads_text("evaluate")
         texts = list(texts)
         tokenizer, model_config = student.tokenizer, student.model.config
         documents = tokenize(texts, tokenizer, model_config.get_text_config().vocab_size)

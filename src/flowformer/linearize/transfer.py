@@ -109,10 +109,7 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     texts = list(texts)
     if texts and all(isinstance(text, Mapping) for text in texts):
         return GivenBatches(texts)
-    if not student.takes("input_ids"):
-        raise TypeError(
-            f"{type(student.model).__name__} reads no text. Pass batches of its inputs, such as {{'pixel_values': …}}."
-        )
+    student.check_reads_text("texts")
     documents = tokenize(texts, student.tokenizer, student.model.config.get_text_config().vocab_size)
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
