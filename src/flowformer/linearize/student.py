@@ -173,14 +173,6 @@ class Student:
         """Whether the model has such an argument."""
         return argument in inspect.signature(self.model.forward).parameters
 
-    def check_reads_text(self, argument: str) -> None:
-        """Raise on documents that are passed as an argument of `transfer` to a model of other inputs."""
-        if not self.takes("input_ids"):
-            raise TypeError(
-                f"{type(self.model).__name__} reads no text, got documents as {argument}. Learn from batches of its "
-                "inputs, such as texts=[{'pixel_values': …}], without evaluate."
-            )
-
     def transfer(
         self,
         texts: Iterable[str | Tensor | Mapping[str, Tensor]],

@@ -24,7 +24,7 @@ from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser
 from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
-from .evaluate import HeldOut, compare
+from .evaluate import HeldOut, check_reads_text, compare
 from .pair import Pair
 from .text import (
     Batches,
@@ -109,7 +109,7 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     texts = list(texts)
     if texts and all(isinstance(text, Mapping) for text in texts):
         return GivenBatches(texts)
-    student.check_reads_text("texts")
+    check_reads_text(student, "texts")
     documents = tokenize(texts, student.tokenizer, student.model.config.get_text_config().vocab_size)
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
