@@ -351,8 +351,9 @@ def test_config_survives_json(tmp_path):
     ("options", "message"),
     [
         ({"hidden_act": "gelu_new"}, "unknown activation 'gelu_new'"),
-        ({"positions": "learned"}, "learned positions need max_length"),
+        ({"positions": "learned"}, "learned positions need max_position_embeddings"),
         ({"variant": "cores"}, "did you mean 'core'"),
+        ({"variant": "lra", "is_causal": False}, "takes no variant with competitors"),
         ({"num_hidden_layers": 0}, "must be a positive whole number"),
     ],
 )

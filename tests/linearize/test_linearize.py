@@ -190,7 +190,9 @@ def test_bfloat16_learns_too(teacher):
     assert half.generate(TOKENS, max_new_tokens=3).shape == recomputed.shape
 
 
+@torch.no_grad()
 def test_time_ends_a_transfer(teacher):
+    """Also where the caller has turned gradients off."""
     student = linearize(teacher)
     report = student.transfer(documents(30), LinearizeConfig(**SHORT | {"minutes": 0.01, "lora_tokens": 10**9}))
     assert report.stages[-1].tokens < 10**6
@@ -232,10 +234,15 @@ def test_bad_input_is_refused(teacher, tmp_path):
         student.transfer([])
     with pytest.raises(ValueError, match="token 99, but the model knows 17"):
         student.transfer([torch.full((2000,), 99)])
+    with pytest.raises(ValueError, match="token -1, but the model knows 17"):
+        student.transfer(documents(100), LinearizeConfig(**SHORT), evaluate=[torch.tensor([3, -1, 2])])
     with pytest.raises(TypeError, match="1-d tensor of integers"):
         student.transfer([torch.randn(3)])
-    with pytest.raises(TypeError, match=r"ViTModel reads no text\. Pass batches"):
-        linearize(transformers.ViTModel(copy.deepcopy(VIT))).transfer(documents(3))
+    vit, images = linearize(transformers.ViTModel(copy.deepcopy(VIT))), [{"pixel_values": torch.randn(4, 3, 8, 8)}]
+    with pytest.raises(TypeError, match=r"ViTModel reads no text, got documents as texts\. Learn from batches"):
+        vit.transfer(documents(3))
+    with pytest.raises(TypeError, match="ViTModel reads no text, got documents as evaluate"):
+        vit.transfer(images, LinearizeConfig(**SHORT), evaluate=documents(3))
     with pytest.raises(ValueError, match="without a folder"):
         student.transfer(documents(100), LinearizeConfig(**SHORT), resume=True)
     (tmp_path / "config.json").write_text("of something else")
@@ -255,6 +262,7 @@ def test_bad_input_is_refused(teacher, tmp_path):
         ({"optimizer": "sgd"}, "optimizer"),
         ({"variant": FlowVariant()}, "renormalize"),
         ({"batch_size": 0}, "batch_size"),
+        ({"length": 1}, "at least 2"),
     ],
 )
 def test_bad_options_are_refused(options, words):

@@ -50,10 +50,10 @@ def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
 
     monkeypatch.setattr("flowformer.linearize.text.PIECE", 5)
     text = "one\ntwo, three and four\n\nfive"
-    (tokens,) = tokenize([text, ""], tokenizer)
+    (tokens,) = tokenize([text, ""], tokenizer, 128)
     assert "".join(map(chr, tokens.tolist())) == text
     with pytest.raises(TypeError, match="got int"):
-        tokenize([3], tokenizer)
+        tokenize([3], tokenizer, 128)
 
 
 SPECIALS = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -75,7 +75,7 @@ def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template,
     """Those of encoders as they are; language models begin with them, and end with the token of the end."""
     tokenizer = tokenizer_of(template)
     assert around(tokenizer) == (before, after)
-    (text,) = tokenize(["head"], tokenizer)
+    (text,) = tokenize(["head"], tokenizer, 11)
     assert text.tolist() == [10, 7, 3, 6]
     rows = PaddedRows([text, text[:1]], 4 + len(before + after), 0, before, after, 0)
     assert [row.tolist() for row in rows.tensors()] == [[*before, *text.tolist(), *after], [*before, 10, *after]]

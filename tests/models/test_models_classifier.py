@@ -459,7 +459,7 @@ def test_lengths_that_cannot_be_read_are_padded():
 
 
 def test_what_cannot_be_packed_is_padded():
-    """Maps, a sequence without tokens, rivals, mean pooling, and a batch that is nearly full."""
+    """Maps, hooks, a sequence without tokens, rivals, mean pooling, and a batch that is nearly full."""
     small = ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24, pooling="first")
     empty = _padded_batch("right")
     empty[1] = 0
@@ -478,3 +478,7 @@ def test_what_cannot_be_packed_is_padded():
     model = FlowformerClassifier(small)
     _, maps = model(_padded_batch("right"), return_maps=True)
     assert maps[0].competition.shape == (4, 4, 13)
+    shapes = []
+    model.layers[0].attention.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
+    model(_padded_batch("right"))
+    assert shapes == [(4, 13, 16)]

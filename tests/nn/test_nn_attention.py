@@ -296,6 +296,15 @@ def test_recorded_maps_are_those_of_the_call():
     assert len(maps) == 2, "nothing is recorded after the block"
 
 
+def test_recording_goes_on_after_an_inner_block():
+    attention, x = FlowAttention(24, 4), torch.randn(2, 9, 24)
+    with record_maps(attention) as outer:
+        with record_maps(attention) as inner:
+            attention(x)
+        attention(x[:1])
+    assert [maps.competition.shape[0] for maps in inner + outer] == [2, 1]
+
+
 def test_recording_a_model_without_flows_is_an_error():
     with pytest.raises(ValueError, match="has no Flow-Attention"), record_maps(nn.Linear(3, 3)):
         pass

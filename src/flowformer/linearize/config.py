@@ -65,6 +65,8 @@ class LinearizeConfig:
             object.__setattr__(self, field.name, getattr(exchange, field.name))
         check_literals(self)
         check_positive(length=self.length, batch_size=self.batch_size)
+        if self.length < 2:
+            raise ValueError("rows of one token have nothing to attend to: length must be at least 2.")
         for name in ("transfer_tokens", "lora_tokens", "lora_rank"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")

@@ -54,9 +54,10 @@ class HeldOut:
 
     @classmethod
     def of(cls, student: Student, texts: Iterable[str | Tensor], config: LinearizeConfig) -> HeldOut:
+        check_reads_text(student, "evaluate")
         texts = list(texts)
         tokenizer, model_config = student.tokenizer, student.model.config
-        documents = tokenize(texts, tokenizer)
+        documents = tokenize(texts, tokenizer, model_config.get_text_config().vocab_size)
         if not documents:
             raise ValueError("there is no text to evaluate on: no document has a token.")
         if not student.is_language_model:
@@ -86,6 +87,15 @@ class HeldOut:
         if scored < len(self.tokens):
             context = max(len(self.tokens) - self.length, 0)
             yield self.tokens[context:][None], scored - context
+
+
+def check_reads_text(student: Student, argument: str) -> None:
+    """Raise on documents that are passed as an argument of `transfer` to a model of other inputs."""
+    if not student.takes("input_ids"):
+        raise TypeError(
+            f"{type(student.model).__name__} reads no text, got documents as {argument}. Learn from batches of its "
+            "inputs, such as texts=[{'pixel_values': …}], without evaluate."
+        )
 
 
 @torch.no_grad()

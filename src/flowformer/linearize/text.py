@@ -19,8 +19,12 @@ PIECE = 100_000  # characters that are tokenised at once
 NEARBY = 32  # updates among which sentences are sorted by length
 
 
-def tokenize(texts: Iterable[str | Tensor], tokenizer: Any) -> list[Tensor]:
-    """The tokens of each document, without special tokens; documents that are tensors of tokens stay as they are."""
+def tokenize(texts: Iterable[str | Tensor], tokenizer: Any, words: int) -> list[Tensor]:
+    """The tokens of each document, without special tokens; documents that are tensors of tokens stay as they are.
+
+    Args:
+        words: how many the model knows.
+    """
     documents = []
     for text in texts:
         if isinstance(text, Tensor):
@@ -41,7 +45,15 @@ def tokenize(texts: Iterable[str | Tensor], tokenizer: Any) -> list[Tensor]:
         pieces = re.findall(rf"(?s).{{1,{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
         found = tokenizer(pieces, add_special_tokens=False)["input_ids"] if pieces else []
         documents.append(torch.tensor([token for piece in found for token in piece], dtype=torch.long))
-    return [document for document in documents if len(document)]
+    documents = [document for document in documents if len(document)]
+    for document in documents:
+        least, largest = int(document.min()), int(document.max())
+        if least < 0 or largest >= words:
+            raise ValueError(
+                f"a document has token {least if least < 0 else largest}, but the model knows {words}, from 0 on. Is "
+                "the tokenizer another model's?"
+            )
+    return documents
 
 
 def special_token(tokenizer: Any, config: Any, name: str) -> int | None:

@@ -24,7 +24,7 @@ from ..train.loop import Interrupted, stop_requests
 from ..train.optim import Optimiser, build_optimiser
 from ..train.record import LOG, RunLog
 from .config import LinearizeConfig
-from .evaluate import HeldOut, compare
+from .evaluate import HeldOut, check_reads_text, compare
 from .pair import Pair
 from .text import (
     Batches,
@@ -81,6 +81,7 @@ class Progress:
     stages: list[dict[str, Any]] = field(default_factory=list)
 
 
+@torch.enable_grad()
 def transfer(
     student: Student,
     texts: Iterable[str | Tensor | Mapping[str, Tensor]],
@@ -108,21 +109,10 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     texts = list(texts)
     if texts and all(isinstance(text, Mapping) for text in texts):
         return GivenBatches(texts)
-    if not student.takes("input_ids"):
-        raise TypeError(
-            f"{type(student.model).__name__} reads no text. Pass batches of its inputs, such as {{'pixel_values': …}}."
-        )
-    documents = tokenize(texts, student.tokenizer)
+    check_reads_text(student, "texts")
+    documents = tokenize(texts, student.tokenizer, student.model.config.get_text_config().vocab_size)
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
-    largest, words = (
-        max(int(document.max()) for document in documents),
-        student.model.config.get_text_config().vocab_size,
-    )
-    if largest >= words:
-        raise ValueError(
-            f"a document has token {largest}, but the model knows {words}. Is the tokenizer another model's?"
-        )
     tokenizer, model_config = student.tokenizer, student.model.config
     pad = special_token(tokenizer, model_config, "pad") or 0
     if not student.is_language_model:

@@ -297,7 +297,8 @@ class FlowAttention(ProjectedAttention):
         positions = None
         if mask is not None or state is not None or self.group is not None:
             mask = query.new_ones(query.shape[:2], dtype=torch.bool) if mask is None else mask
-            positions = token_positions(mask, None if state is None else state.count, self.group)
+            past = None if state is None else state.count
+            positions = token_positions(mask, past, self.group)
         return self.rotary(q, positions), self.rotary(k, positions)
 
     def extra_repr(self) -> str:
@@ -410,9 +411,10 @@ def attention_names() -> list[str]:
 
 
 def is_observed(model: nn.Module) -> bool:
-    """Whether maps of an attention are recorded or a hook sees its inputs: both expect the batch as it was passed."""
+    """Whether maps of an attention are recorded or it has a hook: both expect the batch as it was passed."""
     attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
-    return any(getattr(each, "_recorded", None) is not None or each._forward_pre_hooks for each in attentions)
+    is_recorded = any(getattr(each, "_recorded", None) is not None for each in attentions)
+    return is_recorded or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
 
 
 def is_flow(name: str) -> bool:
@@ -422,7 +424,7 @@ def is_flow(name: str) -> bool:
 
 @contextmanager
 def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
-    """Collects the maps of every Flow-Attention of a model, in the order they run.
+    """Collects the maps of every Flow-Attention of a model, in the order they run; an inner block has its own.
 
     >>> attention = FlowAttention(32, 4)
     >>> with record_maps(attention) as maps:
@@ -434,13 +436,14 @@ def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
     if not modules:
         raise ValueError(f"{type(model).__name__} has no Flow-Attention, and other attentions have no flows to record.")
     maps: list[FlowMaps] = []
+    before = [module._recorded for module in modules]
     for module in modules:
         module._recorded = maps
     try:
         yield maps
     finally:
-        for module in modules:
-            module._recorded = None
+        for module, recorded in zip(modules, before, strict=True):
+            module._recorded = recorded
 
 
 def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:

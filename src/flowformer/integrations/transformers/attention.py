@@ -311,7 +311,10 @@ def _past(module: nn.Module) -> FlowCacheLayer | None:
             "and the model make one."
         )
     if layer.length and layer.state is None:
-        raise ValueError("got the cache of packed or bidirectional tokens, which have no state to continue from.")
+        raise ValueError(
+            "got the cache of packed or bidirectional tokens, which have no state to continue from. Pass "
+            "use_cache=False, and the tokens before again."
+        )
     return layer
 
 

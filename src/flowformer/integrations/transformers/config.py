@@ -33,12 +33,13 @@ class FlowformerConfig(PreTrainedConfig):
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: its sizes.
         hidden_act: "relu", "gelu" or "gelu_tanh".
-        positions: "sinusoidal" has no longest length, "learned" is a table of `max_position_embeddings`.
+        positions: "sinusoidal" and "fairseq", another order of sinusoids, have no longest length; "learned" is a table
+            of `max_position_embeddings`.
         scale_embedding: whether embeddings are multiplied by √hidden_size.
         initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         is_causal: False lets all tokens see each other, for classification.
-        variant: of Flow-Attention: a FlowVariant, its fields, or the name of one.
+        variant: of Flow-Attention: a FlowVariant, its fields, or the name of one; not with competitors="heads".
 
     >>> FlowformerConfig(hidden_size=64, num_attention_heads=4).lm_config().embed_dim
     64
@@ -70,6 +71,15 @@ class FlowformerConfig(PreTrainedConfig):
         self._check_names(kwargs)
         variant = FlowVariant() if self.variant is None else self.variant
         variant = FlowVariant(**variant) if isinstance(variant, dict) else checks.variant(variant)
+        if variant.competitors == "heads":
+            raise NotImplementedError(
+                "a Flowformer of transformers is built from decoder layers, also with is_causal=False, and takes no "
+                f'variant with competitors="heads", got {variant}. flowformer.models.FlowformerClassifier does.'
+            )
+        if self.positions == "learned" and self.max_position_embeddings is None:
+            raise ValueError(
+                "learned positions need max_position_embeddings, the longest sequence; sinusoidal ones do not."
+            )
         self.variant = variant.as_options()
         self.lm_config()
         super().__post_init__(**kwargs)
