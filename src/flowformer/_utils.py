@@ -112,6 +112,11 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return find
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
     """A file to write that replaces `path` when it is complete. Text is UTF-8, whatever the locale.

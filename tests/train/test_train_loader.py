@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from flowformer.data import collate
+from flowformer.train import batches
 from flowformer.train.batches import PackedBatch, load_batches
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32, torch.float64]
@@ -48,3 +49,18 @@ def test_batches_come_in_their_order(workers):
         expected = collate([Tokens()[index] for index in indices])
         assert batch.keys() == expected.keys()
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_no_more_workers_than_cores(monkeypatch):
+    """torch warns of more."""
+    started = []
+
+    def loader(*args, num_workers, worker_init_fn, **options):
+        started.append(num_workers)
+        return DataLoader(*args, **options)
+
+    monkeypatch.setattr(batches, "DataLoader", loader)
+    monkeypatch.setattr(batches, "cores", lambda: 3)
+    for workers in (2, 8):
+        list(load_batches(Tokens(), [[0]], collate, workers, torch.device("cpu")))
+    assert started == [2, 3]

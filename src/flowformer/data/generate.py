@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from .._utils import check_positive, write_atomically
+from .._utils import check_positive, cores, write_atomically
 
 Progress = Callable[[int, int], None]
 
@@ -39,7 +38,7 @@ def check_whole(name: str, value: object) -> None:
 
 def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None, progress: Progress | None) -> None:
     """Calls make(part) for all parts, in `workers` processes; None takes one for each core."""
-    workers = workers if workers is not None else os.cpu_count() or 1
+    workers = cores() if workers is None else workers
     check_positive(workers=workers)
     workers = min(workers, len(parts))
     report = progress or (lambda done, total: None)

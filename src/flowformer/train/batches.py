@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .._utils import cores
 from .config import TrainConfig
 from .tasks import Batch
 
@@ -122,12 +123,16 @@ def load_batches(
     workers: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """The batches in a given order, prefetched by worker processes and in pinned memory for a CUDA device."""
+    """The batches in a given order, prefetched by worker processes and in pinned memory for a CUDA device.
+
+    Args:
+        workers: at most; more than there are cores would take turns on them.
+    """
     loader = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=partial(_pack, collate),
-        num_workers=workers,
+        num_workers=min(workers, cores()),
         worker_init_fn=_ignore_interrupts,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # without one, starting workers would draw from the random numbers of the run

@@ -74,7 +74,7 @@ class TrainConfig:
             rectifies RAdam in float32: its losses differ by less than 1 % in the first updates.
         on_device: whether data sets that fit are kept in GPU memory, where batches are gathered without workers.
         seed: of the parameters, the order of the data and dropout.
-        workers: processes that read data.
+        workers: processes that read data, at most one for each core.
         log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
         keep: how many of those checkpoints stay.
     """

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from .. import data
-from .._utils import check_positive, write_atomically
+from .._utils import check_positive, cores, write_atomically
 from . import checkpoints, claims, tables
 from .loop import RESULT, Interrupted, stop_requests
 from .methods.fit import METHODS
@@ -360,10 +360,6 @@ def _free(job: Job) -> None:
 def default_pack() -> int:
     """Jobs to run at once: the models are small, so a GPU holds eight, and each keeps one core busy."""
     return min(8, max(1, cores() // 2)) if torch.cuda.is_available() else min(8, cores())
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _message(log: Path, code: int) -> str:
