@@ -237,8 +237,10 @@ class TestTable:
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
         write_run(tmp_path, "lra/text@published", "flow", 0, 0.65)
         for title, score in (("", 64), ("@published", 65)):
-            (line,) = the(collect([tmp_path]), "lra", title).lines
+            table = the(collect([tmp_path]), "lra", title)
+            (line,) = table.lines
             assert (line.cells["Text"].final.mean, line.cells["Text"].paper) == (score, 64.29)
+            assert ("what the released code does" in table.note) == bool(title)
 
     def test_the_note_says_which_evaluation_is_compared(self, tmp_path):
         write_run(tmp_path, "lra/listops", "flow", 0, 0.36, 0.37)

@@ -173,6 +173,8 @@ class FilledTable:
             sentences.append("Methods without attention are evaluated once, at the end.")
         if any(len(cell.runs) > 1 for cell in self.cells):
             sentences.append("Mean ± standard deviation over seeds (number of seeds).")
+        if PUBLISHED in self.protocol.split():
+            sentences.append("These runs do what the released code does where it differs from the paper.")
         if not same_experiment(self.protocol):
             sentences.append("These runs are not the recipe's experiment, so the paper's numbers are left out.")
         if self.arithmetic is not None:
