@@ -233,6 +233,12 @@ class TestTable:
         (line,) = the(rows, "rl-stand-ins").lines
         assert line.cells["hopper medium"].texts == ["50.00"]
 
+    @pytest.mark.parametrize("more", [[], ["precision=tf32"], ["steps=5"]])
+    def test_a_run_is_in_the_table_that_it_differs_from_least(self, tmp_path, more):
+        write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 50.0, overrides=["version=v5sac", *more], metric="score")
+        (table,) = summary.fill(collect([tmp_path]))
+        assert (table.table.name, table.protocol) == ("rl-stand-ins", "steps=5" if "steps=5" in more else "")
+
     def test_as_published_is_a_table_of_its_own_beside_the_paper(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
         write_run(tmp_path, "lra/text@published", "flow", 0, 0.65)
