@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
-from flowformer.train.config import override, to_dict
+from flowformer.train.config import TrainConfig, override, to_dict
 from flowformer.train.results import collect, differences, draw_speeds, write_csv
 
 FACTS = {
@@ -232,6 +232,17 @@ class TestTable:
         assert line.cells["hopper medium"].texts == ["60.00", "paper 66.9 ± 2.5, -6.90"]
         (line,) = the(rows, "rl-stand-ins").lines
         assert line.cells["hopper medium"].texts == ["50.00"]
+
+    def test_a_run_of_a_cell_is_in_that_cell(self):
+        best = replace(tables.D4RL, methods=(tables.Method("best tenth", "bc", ("best=0.1",)),))
+        for table in (*tables.select("all"), best):
+            for cell in table.cells():
+                config = cell.config(0)
+                fields = to_dict(config) if isinstance(config, TrainConfig) else config.to_dict()
+                row = {"recipe": config.recipe, "attention": cell.method.name}
+                row["overrides"] = " ".join(differences(fields))
+                assert summary._is_of(cell, row), cell.name
+                assert summary._beyond(cell, row) == ([], []), cell.name
 
     @pytest.mark.parametrize("more", [[], ["precision=tf32"], ["steps=5"]])
     def test_a_run_is_in_the_table_that_it_differs_from_least(self, tmp_path, more):

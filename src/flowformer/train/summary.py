@@ -19,7 +19,7 @@ from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, is_arithmetic, same_experiment, write_csv
-from .tables import FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
+from .tables import DATA_OPTIONS, FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -239,13 +239,20 @@ def fill(rows: Iterable[Row]) -> list[FilledTable]:
 
 
 def _is_of(cell: Cell, row: Row) -> bool:
-    own = set(cell.overrides) <= set(row["overrides"].split())
+    own = _own(cell) <= set(row["overrides"].split())
     return own and (row["recipe"].removesuffix(PUBLISHED), row["attention"]) == (cell.column.recipe, cell.method.name)
+
+
+def _own(cell: Cell) -> set[str]:
+    """The overrides of a cell, as `results.differences` writes them."""
+    return {
+        each if cell.is_attention or each.startswith(DATA_OPTIONS) else f"options.{each}" for each in cell.overrides
+    }
 
 
 def _beyond(cell: Cell, row: Row) -> tuple[list[str], list[str]]:
     """The overrides of a run that its cell does not have: protocol and arithmetic."""
-    more = [each for each in row["overrides"].split() if each not in cell.overrides]
+    more = [each for each in row["overrides"].split() if each not in _own(cell)]
     protocol = [PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []
     protocol += [each for each in more if not is_arithmetic(each)]
     return protocol, [each for each in more if is_arithmetic(each)]
