@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -63,6 +64,18 @@ def test_another_machine_is_believed_until_it_is_silent(tmp_path):
     os.utime(path, (long_ago, long_ago))
     with claims.claimed(tmp_path):
         pass
+
+
+def test_the_owner_of_a_folder_that_may_only_be_read(tmp_path, holder, monkeypatch):
+    """As when a queue of somebody else is listed."""
+
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(claims.os, "open", refuse)  # both write
+    monkeypatch.setattr(claims.tempfile, "TemporaryFile", refuse)
+    assert claims.owner(tmp_path)["pid"] == holder.pid
+    assert claims.owner(tmp_path / "other") is None
 
 
 def test_a_heartbeat_keeps_the_claim(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
-from flowformer.train.config import override, to_dict
+from flowformer.train.config import TrainConfig, override, to_dict
 from flowformer.train.results import collect, differences, draw_speeds, write_csv
 
 FACTS = {
@@ -233,12 +233,31 @@ class TestTable:
         (line,) = the(rows, "rl-stand-ins").lines
         assert line.cells["hopper medium"].texts == ["50.00"]
 
+    def test_a_run_of_a_cell_is_in_that_cell(self):
+        best = replace(tables.D4RL, methods=(tables.Method("best tenth", "bc", ("best=0.1",)),))
+        for table in (*tables.select("all"), best):
+            for cell in table.cells():
+                config = cell.config(0)
+                fields = to_dict(config) if isinstance(config, TrainConfig) else config.to_dict()
+                row = {"recipe": config.recipe, "attention": cell.method.name}
+                row["overrides"] = " ".join(differences(fields))
+                assert summary._is_of(cell, row), cell.name
+                assert summary._beyond(cell, row) == ([], []), cell.name
+
+    @pytest.mark.parametrize("more", [[], ["precision=tf32"], ["steps=5"]])
+    def test_a_run_is_in_the_table_that_it_differs_from_least(self, tmp_path, more):
+        write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 50.0, overrides=["version=v5sac", *more], metric="score")
+        (table,) = summary.fill(collect([tmp_path]))
+        assert (table.table.name, table.protocol) == ("rl-stand-ins", "steps=5" if "steps=5" in more else "")
+
     def test_as_published_is_a_table_of_its_own_beside_the_paper(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
         write_run(tmp_path, "lra/text@published", "flow", 0, 0.65)
         for title, score in (("", 64), ("@published", 65)):
-            (line,) = the(collect([tmp_path]), "lra", title).lines
+            table = the(collect([tmp_path]), "lra", title)
+            (line,) = table.lines
             assert (line.cells["Text"].final.mean, line.cells["Text"].paper) == (score, 64.29)
+            assert ("what the released code does" in table.note) == bool(title)
 
     def test_the_note_says_which_evaluation_is_compared(self, tmp_path):
         write_run(tmp_path, "lra/listops", "flow", 0, 0.36, 0.37)

@@ -6,6 +6,7 @@ stops, and is then taken over.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -119,13 +120,16 @@ def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
 
 
 def owner(folder: Path) -> dict[str, Any] | None:
-    """The owner of a folder, or None.
+    """The owner of a folder, or None; also of a folder that may only be read.
 
     It has the host, the pid, whether it is on this machine (`here`), and the seconds since its heartbeat (`silent`).
     """
-    if not (folder / CLAIM).exists():
+    try:
+        file = (folder / CLAIM).open()
+    except FileNotFoundError:
         return None
-    with _locked(folder / CLAIM) as file:
+    with file:
+        fcntl.flock(file, fcntl.LOCK_SH)
         return _alive(file, folder)
 
 
@@ -134,11 +138,21 @@ def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
     if not found:
         return None
     here = found["machine"] == _machine()["machine"]
-    with tempfile.TemporaryFile(dir=folder) as probe:  # by the clock of the file system, which all machines share
-        silent = max(0.0, os.fstat(probe.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime)
+    silent = max(0.0, _now(folder) - os.fstat(file.fileno()).st_mtime)
     if silent > STALE or (here and not _is_running(found["pid"])):
         return None
     return {**found, "here": here, "silent": silent}
+
+
+def _now(folder: Path) -> float:
+    """By the clock of the file system, which all machines share; by our own if the folder may only be read."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return time.time()
 
 
 def _is_for_us(owner: dict[str, Any]) -> bool:

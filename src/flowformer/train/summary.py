@@ -19,7 +19,7 @@ from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, is_arithmetic, same_experiment, write_csv
-from .tables import FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
+from .tables import DATA_OPTIONS, FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -173,6 +173,8 @@ class FilledTable:
             sentences.append("Methods without attention are evaluated once, at the end.")
         if any(len(cell.runs) > 1 for cell in self.cells):
             sentences.append("Mean ± standard deviation over seeds (number of seeds).")
+        if PUBLISHED in self.protocol.split():
+            sentences.append("These runs do what the released code does where it differs from the paper.")
         if not same_experiment(self.protocol):
             sentences.append("These runs are not the recipe's experiment, so the paper's numbers are left out.")
         if self.arithmetic is not None:
@@ -218,19 +220,17 @@ def fill(rows: Iterable[Row]) -> list[FilledTable]:
     cells = [cell for table in printed for cell in table.cells()]
     found: dict[Table, dict[str, dict[Method, Runs]]] = {table: {} for table in printed}
     for row in rows:
-        homes = [(cell, _beyond(cell, row)) for cell in cells if _is_of(cell, row)]
-        exact = [(cell, beyond) for cell, beyond in homes if not beyond]
-        for cell, beyond in exact or homes:
-            protocol, arithmetic = (
-                " ".join(each for each in beyond if is_arithmetic(each) == wanted) for wanted in (False, True)
-            )
-            of_method = found[cell.table].setdefault(protocol, {}).setdefault(cell.method, {})
-            of_method.setdefault(arithmetic, {}).setdefault(cell.column, []).append(row)
+        homes = [(cell, *_beyond(cell, row)) for cell in cells if _is_of(cell, row)]
+        nearest = min((len(protocol) for _, protocol, _ in homes), default=0)
+        for cell, protocol, arithmetic in homes:
+            if len(protocol) == nearest:
+                of_method = found[cell.table].setdefault(" ".join(protocol), {}).setdefault(cell.method, {})
+                of_method.setdefault(" ".join(arithmetic), {}).setdefault(cell.column, []).append(row)
     shown: set[int] = set()
     filled = []
     for table, protocols in found.items():
-        for protocol in sorted(protocols):
-            for each in _tables(table, protocol, protocols[protocol]):
+        for overrides in sorted(protocols):
+            for each in _tables(table, overrides, protocols[overrides]):
                 runs = {id(run) for run in each.runs}
                 if not runs <= shown:
                     filled.append(each)
@@ -239,31 +239,46 @@ def fill(rows: Iterable[Row]) -> list[FilledTable]:
 
 
 def _is_of(cell: Cell, row: Row) -> bool:
-    own = set(cell.overrides) <= set(row["overrides"].split())
+    own = _own(cell) <= set(row["overrides"].split())
     return own and (row["recipe"].removesuffix(PUBLISHED), row["attention"]) == (cell.column.recipe, cell.method.name)
 
 
-def _beyond(cell: Cell, row: Row) -> list[str]:
-    """The overrides of a run that its cell does not have."""
-    more = [each for each in row["overrides"].split() if each not in cell.overrides]
-    return [*([PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []), *more]
+def _own(cell: Cell) -> set[str]:
+    """The overrides of a cell, as `results.differences` writes them."""
+    return {
+        each if cell.is_attention or each.startswith(DATA_OPTIONS) else f"options.{each}" for each in cell.overrides
+    }
+
+
+def _beyond(cell: Cell, row: Row) -> tuple[list[str], list[str]]:
+    """The overrides of a run that its cell does not have: protocol and arithmetic."""
+    more = [each for each in row["overrides"].split() if each not in _own(cell)]
+    protocol = [PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []
+    protocol += [each for each in more if not is_arithmetic(each)]
+    return protocol, [each for each in more if is_arithmetic(each)]
 
 
 def _tables(table: Table, protocol: str, runs: dict[Method, Runs]) -> Iterator[FilledTable]:
     """The table of all methods, then those of the arithmetics that did not get into it."""
-    runs = {method: dict(runs[method]) for method in table.methods if method in runs}
-    chosen = {method: _fullest(of_method) for method, of_method in runs.items()}
-    yield _table(table, protocol, None, {method: {chosen[method]: runs[method].pop(chosen[method])} for method in runs})
-    for arithmetic in sorted({each for of_method in runs.values() for each in of_method}):
-        further = {
-            method: {arithmetic: of_method[arithmetic]} for method, of_method in runs.items() if arithmetic in of_method
-        }
-        yield _table(table, protocol, arithmetic, further)
+    chosen = {method: _fullest(runs[method]) for method in table.methods if method in runs}
+    first = [(method, arithmetic, runs[method][arithmetic]) for method, arithmetic in chosen.items()]
+    yield _table(table, protocol, None, first)
+    further = [
+        (method, arithmetic, cells)
+        for method in chosen
+        for arithmetic, cells in runs[method].items()
+        if arithmetic != chosen[method]
+    ]
+    for each in sorted({arithmetic for _, arithmetic, _ in further}):
+        yield _table(table, protocol, each, [found for found in further if found[1] == each])
 
 
-def _table(table: Table, protocol: str, arithmetic: str | None, runs: dict[Method, Runs]) -> FilledTable:
-    """With one arithmetic of each method."""
-    found = [(method, each, cells) for method, of_method in runs.items() for each, cells in of_method.items()]
+def _table(
+    table: Table,
+    protocol: str,
+    arithmetic: str | None,
+    found: list[tuple[Method, str, dict[Column, list[Row]]]],
+) -> FilledTable:
     columns = tuple(column for column in table.columns if any(column in cells for _, _, cells in found))
     lines = (_line(table, method, each, cells, columns, protocol) for method, each, cells in found)
     return FilledTable(table, protocol, arithmetic, columns, tuple(lines))
