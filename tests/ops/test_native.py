@@ -113,9 +113,9 @@ class TestPowers:
             inputs = *random_inputs(sinks=length, dim=dim, value_dim=dim + 2), powers_of(3)
             assert_obeys(inputs, dtype, query_mask=mask, key_mask=mask, **options)
 
-    @pytest.mark.parametrize(("length", "dim"), [(1, 8), (25, 7), (48, 33), (385, 5), (1537, 8)])
+    @pytest.mark.parametrize(("length", "dim"), [(1, 8), (25, 7), (48, 33), (385, 5), (769, 8)])
     def test_length(self, length, dim, dtype, is_causal):
-        inputs = *random_inputs(1, 4, length, dim=dim, value_dim=5, key_heads=2), powers_of(4)
+        inputs = *random_inputs(1, 2, length, dim=dim, value_dim=5, key_heads=1), powers_of(2)
         assert_obeys(inputs, dtype, is_causal=is_causal, variant=RENORMALIZED)
 
 
@@ -128,7 +128,7 @@ def test_cross_attention(sinks, sources, dim, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(("sinks", "sources"), [(1, 7), (7, 1), (130, 90), (9, 1600), (47, 30), (5, 48)])
+@pytest.mark.parametrize(("sinks", "sources"), [(1, 7), (7, 1), (130, 90), (900, 1537), (47, 30), (5, 48)])
 @pytest.mark.parametrize("dim", [4, 65])
 def test_powers_of_cross_attention(sinks, sources, dim, dtype):
     """The mean of Ô is sinks / sources: where it is large, exp(τ Ô) has no accurate digits to compare."""

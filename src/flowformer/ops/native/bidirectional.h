@@ -18,12 +18,12 @@ template <class T> struct Bidirectional {
     const Call& call;
     const Features<T> features;
     const Short<T> short_heads;
-    const int64_t D, E;       // padded to whole vectors
-    const int64_t competing;  // numbers of Σ c k, 0 where it is not needed
+    const int64_t D, E;            // padded to whole vectors
+    const int64_t competing_size;  // numbers of Σ c k, 0 where it is not needed
 
     explicit Bidirectional(const Call& call)
         : call(call), features(call), short_heads(call), D(padded(call.dim, LANES<A>)),
-          E(padded(call.value_dim, LANES<A>)), competing(call.renormalize ? D : 0) {}
+          E(padded(call.value_dim, LANES<A>)), competing_size(call.renormalize ? D : 0) {}
 
     // one query head of one sequence
     struct Head : BidirectionalHead<T> {
@@ -40,7 +40,7 @@ template <class T> struct Bidirectional {
     };
 
     // backward, those of the first pass stay where they are
-    int64_t total_size(bool backward) const { return (D + 8 + D * E + competing) + (backward ? 2 * D + 8 : 0); }
+    int64_t total_size(bool backward) const { return (D + 8 + D * E + competing_size) + (backward ? 2 * D + 8 : 0); }
 
     // lays out what a head needs while it is computed; returns the end
     A* place(Head& h, A* slot, bool backward) const {
@@ -68,7 +68,7 @@ template <class T> struct Bidirectional {
     Head begin(const BidirectionalHead<T>& base, A* slot, bool backward) const {
         Head h{base};
         h.sums = h.record;
-        h.memory = h.sums + 4 * D + competing;
+        h.memory = h.sums + 4 * D + competing_size;
         place(h, slot, backward);
         if (backward) {
             transpose(D, E, h.memory, E, h.memory_T, D);
@@ -89,7 +89,7 @@ template <class T> struct Bidirectional {
     enum Forward { SUMS, FLOWS, CONSERVED, MEMORY, RESULT, FORWARD_LEVELS };
 
     int64_t forward_size(int level) const {
-        const int64_t sizes[] = {2 * D, 2 * D, 1, 8 + D * E + competing, 0};
+        const int64_t sizes[] = {2 * D, 2 * D, 1, 8 + D * E + competing_size, 0};
         return sizes[level];
     }
 
@@ -173,7 +173,7 @@ template <class T> struct Bidirectional {
                     for (int64_t t = 0; t < h.sources.size; t++) h.competition[t] *= factor;
                 }
                 for (int64_t i = 0; i < D * E; i++) h.memory[i] = h.total[8 + i] * factor;
-                for (int64_t i = 0; i < competing; i++) h.sums[4 * D + i] = h.total[8 + D * E + i] * factor;
+                for (int64_t i = 0; i < competing_size; i++) h.sums[4 * D + i] = h.total[8 + D * E + i] * factor;
                 if (call.renormalize) h.norm = Flow<A>(call, h.sums + 4 * D, h.competing);
             }
         }
@@ -184,7 +184,7 @@ template <class T> struct Bidirectional {
     enum Backward { GRAD_MEMORY, GRAD_COMPETITION, GRAD_FLOWS, GRAD_QUERY, GRAD_KEY, BACKWARD_LEVELS };
 
     int64_t backward_size(int level) const {
-        const int64_t sizes[] = {D + 8 + D * E + competing, 1, 2 * D + 3, D + 1, 0};
+        const int64_t sizes[] = {D + 8 + D * E + competing_size, 1, 2 * D + 3, D + 1, 0};
         return sizes[level];
     }
 
@@ -292,7 +292,7 @@ template <class T> struct Bidirectional {
                 transpose(D, E, h.grad_memory, E, h.grad_memory_T, D);
                 if (call.renormalize) add_rest(h.grad_memory + D * E, h.total[D + 1], h.grad_competing_sum);
                 h.grad_power = h.total[D + 2];
-                h.total += D + 8 + D * E + competing;
+                h.total += D + 8 + D * E + competing_size;
                 break;
             case GRAD_COMPETITION: h.shared_loss = h.total[0]; break;
             case GRAD_FLOWS:
