@@ -30,18 +30,19 @@ def prefix_mask(length, *sizes):
 
 
 def operator_arguments(name, variant, masked=False, shared=1, turned=False, length=5):
-    """Arguments as the autograd functions pass them."""
+    """Arguments as the autograd functions pass them, with powers if the variant is renormalised."""
     query, key, value = random_inputs(2, 2 * shared, length, key_heads=2, value_dim=3, dtype=torch.float32)
     if turned:
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     mask = prefix_mask(length, length, length // 2) if masked else None
     options = 0.7, *variant.as_args()
-    state = empty_state(query, value)
+    state = empty_state(query, value, variant)
     bounds = torch.tensor([0, 2, length])
     lengths = bounds, bounds, length, length, False
     packed = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     grad = torch.ones(*query.shape[:3], 3)
-    not_packed, rest = (None, None), (0, 0, *options)
+    rest = 0, 0, *options, variant.renormalize
+    extras = None, None, torch.rand(2, 2 * shared) if variant.renormalize else None
     match name:
         case "bidirectional":
             return query, key, value, mask, mask, *options
@@ -55,14 +56,14 @@ def operator_arguments(name, variant, masked=False, shared=1, turned=False, leng
             zeros = (torch.zeros_like(part) for part in rest[:3])
             return grad, *zeros, query, key, value, mask, *rest[3:], *options
         case "native_bidirectional":
-            return query, key, value, mask, mask, *not_packed, *rest
+            return query, key, value, mask, mask, *extras, *rest
         case "native_bidirectional_backward":
-            _, *flows = torch.ops.flowformer.native_bidirectional(query, key, value, mask, mask, *not_packed, *rest)
-            return grad, query, key, value, mask, mask, *not_packed, *flows, *rest
+            _, *flows = torch.ops.flowformer.native_bidirectional(query, key, value, mask, mask, *extras, *rest)
+            return grad, query, key, value, mask, mask, *extras, *flows, *rest
         case "native_causal":
-            return query, key, value, mask, *state, *not_packed, *rest
+            return query, key, value, mask, *state, *extras, *rest
         case "native_causal_backward":
-            inputs = query, key, value, mask, *state, *not_packed
+            inputs = query, key, value, mask, *state, *extras
             *outputs, records = torch.ops.flowformer.native_causal(*inputs, *rest)
             return grad, *(torch.zeros_like(part) for part in outputs[1:]), *inputs, records, *rest
         case "packed":
@@ -82,11 +83,12 @@ class TestOperators:
         torch.library.opcheck(getattr(torch.ops.flowformer, name), operator_arguments(name, variant))
 
     @pytest.mark.parametrize("backend", ["native"])
+    @pytest.mark.parametrize("renormalize", [False, True])
     @pytest.mark.parametrize("name", NATIVE_OPERATORS)
-    def test_opcheck_of_native_operators(self, name, backend):
+    def test_opcheck_of_native_operators(self, name, renormalize, backend):
         torch.library.opcheck(
             getattr(torch.ops.flowformer, name),
-            operator_arguments(name, FlowVariant()),
+            operator_arguments(name, FlowVariant(renormalize=renormalize)),
             # not test_aot_dispatch_dynamic, which compares outputs: room for states of later segments is not written
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
@@ -144,6 +146,13 @@ class TestOperators:
 
 MASK = prefix_mask(70, 70, 30)
 BOUNDS = torch.tensor([0, 0, 30, 70])
+
+
+def learned(query):
+    """Powers that depend on the query, and options for them."""
+    return {"variant": FlowVariant(renormalize=True), "powers": query.mean((0, 2, 3)).expand(2, -1)}
+
+
 CALLS = {
     "bidirectional": lambda *x: flow_attention(*x),
     "bidirectional, masked": lambda *x: flow_attention(*x, query_mask=MASK, key_mask=MASK, scale=0.5),
@@ -152,6 +161,10 @@ CALLS = {
     "one tensor for all": lambda query, *rest: flow_attention(query, query, query) + 0 * sum(rest),
     "shared heads": lambda query, key, value: flow_attention(query, key[:, :1], value[:, :1], enable_gqa=True),
     "continued": lambda *x: flow_attention_recurrent(*x, flow_attention_recurrent(*x)[1])[0],
+    "powers": lambda *x: flow_attention(*x, **learned(x[0])),
+    "powers, continued": lambda *x: flow_attention_recurrent(
+        *x, flow_attention_recurrent(*x, **learned(x[0]))[1], **learned(x[0])
+    )[0],
     "packed": lambda *x: flow_attention_varlen(*(part[0].transpose(0, 1) for part in x), BOUNDS, BOUNDS, 40, 40),
     "reference": lambda *x: flow_attention(*x, is_causal=True, backend="reference"),
 }
@@ -183,7 +196,10 @@ class TestCompile:
         for value, truth in zip(with_gradients(compiled, inputs), with_gradients(block, inputs), strict=True):
             close(value, truth)
 
-    @pytest.mark.parametrize("name", ["bidirectional", "causal", "one tensor for all", "shared heads", "continued"])
+    @pytest.mark.parametrize(
+        "name",
+        ["bidirectional", "causal", "one tensor for all", "shared heads", "continued", "powers", "powers, continued"],
+    )
     def test_one_graph_for_every_length(self, name):
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(CALLS[name], backend=counter, fullgraph=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 
 import pytest
@@ -28,7 +29,7 @@ VARIANTS = {
     "no allocation": replace(RENORMALIZED, allocation="none"),
 }
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-BOTH_BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+EVERY_BACKEND = pytest.mark.parametrize("backend", ["native", "torch", "reference"])
 BOTH_DIRECTIONS = pytest.mark.parametrize("is_causal", [False, True])
 
 
@@ -73,7 +74,7 @@ def test_rows_sum_to_the_allocation(is_causal):
     close(weights.sum(-1), maps.allocation, 1e-5)
 
 
-@BOTH_BACKENDS
+@EVERY_BACKEND
 @BOTH_DIRECTIONS
 def test_powers_of_zero_leave_linear_attention(backend, is_causal):
     inputs = random_inputs(sinks=70)
@@ -84,7 +85,7 @@ def test_powers_of_zero_leave_linear_attention(backend, is_causal):
     close(result, expected)
 
 
-@BOTH_BACKENDS
+@EVERY_BACKEND
 @BOTH_DIRECTIONS
 def test_powers_of_one_are_no_powers(backend, is_causal):
     inputs = random_inputs(sinks=70)
@@ -100,10 +101,11 @@ def test_without_competition_it_changes_nothing(is_causal):
     close(flow_attention(*inputs, is_causal=is_causal, variant=replace(variant, renormalize=True)), expected)
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
 @EVERY_VARIANT
 @BOTH_DIRECTIONS
 @pytest.mark.parametrize("length", [1, 5, 64, 130])
-def test_gradients_of_everything_equal_the_oracle(variant, is_causal, length):
+def test_gradients_of_everything_equal_the_oracle(variant, is_causal, length, backend):
     """The powers too; shared key heads, masks on both sides, values of another width."""
     inputs = random_inputs(heads=4, key_heads=2, sinks=length, dim=5, value_dim=3)
     mask = torch.ones(2, length, dtype=torch.bool)
@@ -118,7 +120,7 @@ def test_gradients_of_everything_equal_the_oracle(variant, is_causal, length):
 
         return with_gradients(call, (*inputs, powers_of(4)))
 
-    for value, truth in zip(run("torch"), run("reference"), strict=True):
+    for value, truth in zip(run(backend), run("reference"), strict=True):
         close(value, truth, 1e-9)
 
 
@@ -134,7 +136,7 @@ def test_the_oracle_passes_gradcheck():
         assert torch.autograd.gradcheck(call, inputs)
 
 
-@BOTH_BACKENDS
+@EVERY_BACKEND
 @EVERY_VARIANT
 @pytest.mark.parametrize("cuts", [[1, 1, 18, 50], [70], [64, 6], [3, 0, 67]])
 def test_split_equals_whole(backend, variant, cuts):
@@ -169,7 +171,7 @@ def test_split_equals_whole(backend, variant, cuts):
         close(value, truth, 1e-9)
 
 
-@BOTH_BACKENDS
+@EVERY_BACKEND
 @BOTH_DIRECTIONS
 def test_packed_equals_a_loop(backend, is_causal):
     lengths = [3, 0, 70, 1, 20]
@@ -193,7 +195,7 @@ def test_packed_equals_a_loop(backend, is_causal):
         close(result, truth, 1e-9)
 
 
-@BOTH_BACKENDS
+@EVERY_BACKEND
 @BOTH_DIRECTIONS
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_equals_alone(backend, is_causal, side):
@@ -209,31 +211,36 @@ def test_padded_equals_alone(backend, is_causal, side):
     assert not padded[1, :, ~mask[1]].any()
 
 
-def test_the_future_does_not_leak():
+@EVERY_BACKEND
+def test_the_future_does_not_leak(backend):
     inputs = random_inputs(sinks=70)
     changed = tuple(torch.cat([x[:, :, :40], x[:, :, 40:] + 1], 2) for x in inputs)
-    options = {"is_causal": True, "variant": RENORMALIZED, "powers": powers_of(3)}
+    options = {"is_causal": True, "variant": RENORMALIZED, "powers": powers_of(3), "backend": backend}
     close(flow_attention(*inputs, **options)[:, :, :40], flow_attention(*changed, **options)[:, :, :40])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [*itertools.product(["native", "torch"], [torch.float32, torch.bfloat16]), ("torch", torch.float16)],
+)
 @BOTH_DIRECTIONS
-def test_saturated_inputs_stay_finite(dtype, is_causal):
+def test_saturated_inputs_stay_finite(backend, dtype, is_causal):
     query, key, value = random_inputs(sinks=70, dtype=dtype)
     inputs, powers = (1e4 * query, 1e4 * key, value), torch.tensor([[30.0, -30.0, 0.0], [9.0, -2.0, 0.0]])
+    options = {"is_causal": is_causal, "backend": backend}
     for variant in (RENORMALIZED, VARIANTS["relu"]):
         for part in with_gradients(
-            lambda *x, v=variant: flow_attention(*x[:3], is_causal=is_causal, variant=v, powers=x[3]).float(),
-            (*inputs, powers),
+            lambda *x, v=variant: flow_attention(*x[:3], variant=v, powers=x[3], **options).float(), (*inputs, powers)
         ):
             assert part.isfinite().all()
 
 
+@EVERY_BACKEND
 @BOTH_DIRECTIONS
-def test_low_precision_follows_the_oracle(is_causal):
+def test_low_precision_follows_the_oracle(backend, is_causal):
     inputs = random_inputs(sinks=70, dtype=torch.bfloat16)
     powers = powers_of(3, torch.float32)
-    result = flow_attention(*inputs, is_causal=is_causal, variant=RENORMALIZED, powers=powers)
+    result = flow_attention(*inputs, is_causal=is_causal, variant=RENORMALIZED, powers=powers, backend=backend)
     assert result.dtype == torch.bfloat16
     expected = flow_attention(
         *(x.double() for x in inputs), is_causal=is_causal, variant=RENORMALIZED, powers=powers, backend="reference"
@@ -244,7 +251,7 @@ def test_low_precision_follows_the_oracle(is_causal):
 def test_second_derivatives_exist():
     query, key, value = (x.requires_grad_() for x in random_inputs(batch=1, heads=1, sinks=3, dim=2))
     assert torch.autograd.gradgradcheck(
-        lambda *x: flow_attention(*x, is_causal=True, variant=RENORMALIZED), (query, key, value)
+        lambda *x: flow_attention(*x, is_causal=True, variant=RENORMALIZED, backend="torch"), (query, key, value)
     )
 
 

@@ -18,27 +18,29 @@ template <class T> struct Bidirectional {
     const Call& call;
     const Features<T> features;
     const Short<T> short_heads;
-    const int64_t D, E;  // padded to whole vectors
+    const int64_t D, E;            // padded to whole vectors
+    const int64_t competing_size;  // numbers of Σ c k, 0 where it is not needed
 
     explicit Bidirectional(const Call& call)
         : call(call), features(call), short_heads(call), D(padded(call.dim, LANES<A>)),
-          E(padded(call.value_dim, LANES<A>)) {}
+          E(padded(call.value_dim, LANES<A>)), competing_size(call.renormalize ? D : 0) {}
 
     // one query head of one sequence
     struct Head : BidirectionalHead<T> {
-        A *sums, *memory;                    // kept: Σk, Σq, Σk/O, Σq/I; S
-        A *q, *k, *grad_q, *grad_k;          // padded rows of all tokens
+        A *sums, *memory;            // kept: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S
+        A *q, *k, *grad_q, *grad_k;  // padded rows of all tokens
         A *taken, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
         A* total;  // of the pass at hand
-        A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing;  // Σ + ε
-        Flow<A> I, O, conserved_I, conserved_O;
+        A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing, *competing;  // Σ + ε
+        Flow<A> I, O, conserved_I, conserved_O, norm;
         A maximum;
-        A *memory_T, *grad_memory, *grad_memory_T, shared_loss;  // shared_loss: ⟨S, dS⟩
-        A *grad_conserved_key_sum, *grad_conserved_query_sum, *grad_query_sum, *grad_key_sum;
+        A *memory_T, *grad_memory, *grad_memory_T, shared_loss;  // shared_loss: Σ c dc
+        A *grad_conserved_key_sum, *grad_conserved_query_sum, *grad_query_sum, *grad_key_sum, *grad_competing_sum;
+        A grad_power;  // dγ, until dτ is known as well
     };
 
     // backward, those of the first pass stay where they are
-    int64_t total_size(bool backward) const { return (D + 8 + D * E) + (backward ? 2 * D + 8 : 0); }
+    int64_t total_size(bool backward) const { return (D + 8 + D * E + competing_size) + (backward ? 2 * D + 8 : 0); }
 
     // lays out what a head needs while it is computed; returns the end
     A* place(Head& h, A* slot, bool backward) const {
@@ -46,9 +48,11 @@ template <class T> struct Bidirectional {
         h.q = take(h.sinks.size * D);
         h.k = take(h.sources.size * D);
         h.total = take(total_size(backward));
-        for (A** vector : {&h.incoming, &h.outgoing, &h.conserved_incoming, &h.conserved_outgoing}) *vector = take(D);
+        for (A** vector : {&h.incoming, &h.outgoing, &h.conserved_incoming, &h.conserved_outgoing, &h.competing})
+            *vector = take(D);
         if (!backward) return slot;
-        for (A** vector : {&h.grad_conserved_key_sum, &h.grad_conserved_query_sum, &h.grad_query_sum, &h.grad_key_sum})
+        for (A** vector : {&h.grad_conserved_key_sum, &h.grad_conserved_query_sum, &h.grad_query_sum, &h.grad_key_sum,
+                           &h.grad_competing_sum})
             *vector = take(D);
         h.memory_T = take(E * D);
         h.grad_memory_T = take(E * D);
@@ -64,11 +68,12 @@ template <class T> struct Bidirectional {
     Head begin(const BidirectionalHead<T>& base, A* slot, bool backward) const {
         Head h{base};
         h.sums = h.record;
-        h.memory = h.sums + 4 * D;
+        h.memory = h.sums + 4 * D + competing_size;
         place(h, slot, backward);
         if (backward) {
             transpose(D, E, h.memory, E, h.memory_T, D);
             h.conserved_O = Flow<A>(call, h.sums + 3 * D, h.conserved_outgoing);
+            if (call.renormalize) h.norm = Flow<A>(call, h.sums + 4 * D, h.competing);
         }
         return h;
     }
@@ -84,7 +89,7 @@ template <class T> struct Bidirectional {
     enum Forward { SUMS, FLOWS, CONSERVED, MEMORY, RESULT, FORWARD_LEVELS };
 
     int64_t forward_size(int level) const {
-        const int64_t sizes[] = {2 * D, 2 * D, 1, 8 + D * E, 0};
+        const int64_t sizes[] = {2 * D, 2 * D, 1, 8 + D * E + competing_size, 0};
         return sizes[level];
     }
 
@@ -126,16 +131,21 @@ template <class T> struct Bidirectional {
                     h.allocate(t, tokens, number);
                 });
                 break;
-            case MEMORY:  // Σ exp(Ô), and from 8 on S
+            case MEMORY:  // Σ exp(Ô), and from 8 on S, then Σ c k
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     if (call.competition == SOFTMAX_COMPETITION) part[0] += h.exponentials(t, tokens, h.maximum);
                     h.values(t, tokens, rows);
                     product<A, true, true>(call.dim, E, tokens, h.k + t * D, D, rows, E, part + 8, E);
+                    if (call.renormalize) add_weighted(tokens, D, h.competition + t, h.k + t * D, part + 8 + D * E);
                 });
                 break;
             case RESULT:
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     product<A, false, false>(tokens, E, call.dim, h.q + t * D, D, h.memory, E, rows, E);
+                    if (call.renormalize) {
+                        h.norm(tokens, D, h.q + t * D, number);
+                        for (int64_t i = 0; i < tokens; i++) h.inverse_norm[t + i] = 1 / number[i];
+                    }
                     h.write_result(t, tokens, rows, E);
                 });
         }
@@ -163,23 +173,25 @@ template <class T> struct Bidirectional {
                     for (int64_t t = 0; t < h.sources.size; t++) h.competition[t] *= factor;
                 }
                 for (int64_t i = 0; i < D * E; i++) h.memory[i] = h.total[8 + i] * factor;
+                for (int64_t i = 0; i < competing_size; i++) h.sums[4 * D + i] = h.total[8 + D * E + i] * factor;
+                if (call.renormalize) h.norm = Flow<A>(call, h.sums + 4 * D, h.competing);
             }
         }
     }
 
     // the same for each pass backward
 
-    enum Backward { GRAD_MEMORY, GRAD_COMPETITION, GRAD_QUERY, GRAD_KEY, BACKWARD_LEVELS };
+    enum Backward { GRAD_MEMORY, GRAD_COMPETITION, GRAD_FLOWS, GRAD_QUERY, GRAD_KEY, BACKWARD_LEVELS };
 
     int64_t backward_size(int level) const {
-        const int64_t sizes[] = {D + 8 + D * E, 2 * D + 2, D + 1, 0};
+        const int64_t sizes[] = {D + 8 + D * E + competing_size, 1, 2 * D + 3, D + 1, 0};
         return sizes[level];
     }
 
     void backward(int level, Head& h, int64_t segment, A* part, A* block) const {
         A *number = block, *rows = block + 8 * BLOCK, *more = rows + BLOCK * E;
         switch (level) {
-            case GRAD_MEMORY:  // Σ dÎ q, Σ dÎ, and from D + 8 on dS
+            case GRAD_MEMORY:  // Σ dÎ q, Σ dÎ, Σ of the gradients of norms, dγ, and from D + 8 on dS, then d Σ c k
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     A *q = h.q + t * D, *grad_q = h.grad_q + t * D, *grad = h.grad_conserved_incoming + t;
                     h.queries(features, t, tokens, q);
@@ -189,22 +201,41 @@ template <class T> struct Bidirectional {
                     row_dots(tokens, D, q, grad_q, h.taken + t);
                     part[D] += h.grad_allocation(t, tokens, h.taken + t, grad);
                     add_weighted(tokens, D, grad, q, part);
+                    if (call.powers) part[D + 2] += h.grad_gamma(t, tokens, h.taken + t);
+                    if (call.renormalize) {
+                        part[D + 1] += h.grad_norm(t, tokens, h.taken + t, number);
+                        add_weighted(tokens, D, number, q, part + D + 8 + D * E);
+                        add_outer(tokens, D, number, h.competing, grad_q);
+                    }
                 });
                 break;
-            case GRAD_COMPETITION:  // Σ dÔ k, Σ dO k, Σ dÔ, Σ dO
+            case GRAD_COMPETITION:  // Σ c dc
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
-                    A *k = h.k + t * D, *grad = h.grad_conserved_outgoing + t;
+                    A *k = h.k + t * D, *given = h.grad_conserved_outgoing + t;
                     h.keys(features, t, tokens, k);
                     h.values(t, tokens, rows);
                     product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
-                    row_dots(tokens, E, rows, more, number);  // c dc
+                    row_dots(tokens, E, rows, more, given);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.grad_memory_T, D, h.grad_k + t * D,
                                              D);
                     h.write_grad_value(t, tokens, more, E);
-                    h.grad_competition(t, tokens, number, h.shared_loss, grad);
-                    if (!std::isinf(call.clamp)) {
+                    if (call.renormalize) {
+                        dots(tokens, D, k, h.grad_competing_sum, number);
+                        for (int64_t i = 0; i < tokens; i++) given[i] += h.competition[t + i] * number[i];
+                        add_outer(tokens, D, h.competition + t, h.grad_competing_sum, h.grad_k + t * D);
+                    }
+                    Wide<A> total = 0;
+                    for (int64_t i = 0; i < tokens; i++) total += given[i];
+                    part[0] += A(total);
+                });
+                break;
+            case GRAD_FLOWS:  // Σ dÔ k, Σ dO k, Σ dÔ, Σ dO, dτ
+                blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
+                    A *k = h.k + t * D, *grad = h.grad_conserved_outgoing + t;
+                    h.grad_competition(t, tokens, grad, h.shared_loss, grad);
+                    if (h.needs_flow()) {
                         h.conserved_O(tokens, D, k, number);
-                        h.clamp_gradient(tokens, number, grad);
+                        part[2 * D + 2] += h.grad_flow(tokens, number, grad);
                     }
                     dots(tokens, D, k, h.grad_conserved_key_sum, number);
                     A *grad_out = h.grad_outgoing + t, total = 0, total_out = 0;
@@ -258,14 +289,16 @@ template <class T> struct Bidirectional {
                 h.O = Flow<A>(call, h.sums + D, h.outgoing);
                 h.conserved_I = Flow<A>(call, h.sums + 2 * D, h.conserved_incoming);
                 h.grad_memory = h.total + D + 8;
-                h.total += D + 8 + D * E;
                 transpose(D, E, h.grad_memory, E, h.grad_memory_T, D);
-                h.shared_loss = 0;
-                for (int64_t d = 0; d < D; d++) h.shared_loss += dot(E, h.memory + d * E, h.grad_memory + d * E);
+                if (call.renormalize) add_rest(h.grad_memory + D * E, h.total[D + 1], h.grad_competing_sum);
+                h.grad_power = h.total[D + 2];
+                h.total += D + 8 + D * E + competing_size;
                 break;
-            case GRAD_COMPETITION:
+            case GRAD_COMPETITION: h.shared_loss = h.total[0]; break;
+            case GRAD_FLOWS:
                 add_rest(h.total, h.total[2 * D], h.grad_conserved_query_sum);
                 add_rest(h.total + D, h.total[2 * D + 1], h.grad_query_sum);
+                call.write_grad_powers(h.index, h.total[2 * D + 2], h.grad_power);
                 break;
             case GRAD_QUERY: add_rest(h.total, h.total[D], h.grad_key_sum);
         }

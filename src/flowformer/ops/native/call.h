@@ -36,10 +36,24 @@ struct Call {
     void *end_sums, *end_memory, *end_scalars;
     const void *grad_end_sums, *grad_end_memory, *grad_end_scalars;
     void *grad_sums, *grad_memory, *grad_scalars;
-    int64_t feature_map, competition, allocation, rescale;
+    const void* powers;  // τ of each head, then γ; null where they are 1
+    void* grad_powers;   // of each head of each sequence: dτ, then dγ
+    int64_t feature_map, competition, allocation, rescale, renormalize;
     double scale, clamp, eps, flow_eps;
 
     int64_t rows() const { return sink_bounds ? 1 : sequences; }  // of tensors with `heads` heads
+
+    // sums of features that a head has: Σk, Σq, Σk/O, Σq/I and, if renormalised, Σ c k
+    int64_t feature_sums() const { return renormalize ? 5 : 4; }
+
+    template <class A> A tau(int64_t head) const { return powers ? ((const A*)powers)[head] : A(1); }
+    template <class A> A gamma(int64_t head) const { return powers ? ((const A*)powers)[heads + head] : A(1); }
+
+    template <class A> void write_grad_powers(int64_t index, A grad_tau, A grad_gamma) const {
+        if (!powers) return;
+        ((A*)grad_powers)[index] = grad_tau;
+        ((A*)grad_powers)[sequences * heads + index] = grad_gamma;
+    }
 };
 
 enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP };
@@ -210,6 +224,12 @@ template <class A> struct Flow {
         for (int64_t t = 0; t < tokens; t++) result[t] += rest;
     }
 };
+
+// rows of x += column rowᵀ
+template <class A> void add_outer(int64_t tokens, int64_t width, const A* column, const A* row, A* x) {
+    for (int64_t t = 0; t < tokens; t++, x += width)
+        for (int64_t c = 0; c < width; c += LANES<A>) store(x + c, load(x + c) + column[t] * load(row + c));
+}
 
 // f(vector) in place of each vector of x
 template <class A, class F> void map_tokens(int64_t tokens, A* x, F f) {

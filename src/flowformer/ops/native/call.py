@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
-from ..common import Mask
+from ..common import Mask, Powers
 from ..variant import Competition
 from .build import library
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 FEATURE_MAPS, COMPETITIONS, ALLOCATIONS = ("sigmoid", "elu+1", "relu"), get_args(Competition), ("sigmoid", "none")
 LINE = 64  # bytes of a cache line, to which records are padded
 
-_CALL = struct.Struct("=62q4d")
+_CALL = struct.Struct("=65q4d")
 _NO_ROWS = 0, 0, 0, 0
 
 
@@ -33,6 +33,7 @@ def run(
     masks: Sequence[Mask],
     kept: Tensor,
     states: Sequence[Tensor | None],
+    powers: Sequence[Powers],
     scale: float,
     feature_map: str,
     competition: str,
@@ -41,6 +42,7 @@ def run(
     eps: float,
     flow_eps: float,
     rescale: bool,
+    renormalize: bool,
 ) -> None:
     """Calls a function of `library.cpp`.
 
@@ -51,6 +53,7 @@ def run(
         kept: by the forward pass, for the backward pass.
         states: contiguous sums, memory and scalars of four states: before and after the tokens, and the gradients of
             that after and of that before.
+        powers: contiguous; (2, H), and of each sequence their gradients, (2, B, H).
     """
     query, key, value = inputs
     batch, heads, sinks, dim = query.shape
@@ -68,8 +71,9 @@ def run(
     ]
     for x in (*inputs, *outputs):
         numbers += _NO_ROWS if x is None else (x.data_ptr(), *x.stride()[:3])
-    numbers += [0 if x is None else x.data_ptr() for x in (*bounds, *masks, kept, *states)]
-    numbers += FEATURE_MAPS.index(feature_map), COMPETITIONS.index(competition), ALLOCATIONS.index(allocation), rescale
+    numbers += [0 if x is None else x.data_ptr() for x in (*bounds, *masks, kept, *states, *powers)]
+    numbers += FEATURE_MAPS.index(feature_map), COMPETITIONS.index(competition), ALLOCATIONS.index(allocation)
+    numbers += rescale, renormalize
     arguments = _CALL.pack(*numbers, scale, float("inf") if clamp is None else clamp, eps, flow_eps)
     if getattr(library(is_narrow(query.dtype, dim, value_dim)), function)(arguments):
         raise MemoryError("Flow-Attention could not allocate its buffers.")

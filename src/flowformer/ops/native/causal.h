@@ -21,23 +21,33 @@ template <class T> struct Causal {
 
     explicit Causal(const Call& call)
         : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)),
-          eps(A(call.eps)), rest(A(call.flow_eps - double(D - call.dim) * call.eps * call.eps)) {}
+          eps(A(call.eps)), rest(A(call.flow_eps - double(D - call.dim) * call.eps * call.eps)),
+          SUMS(call.feature_sums()), norm(call.renormalize ? INVERSE_NORM : INVERSE_INCOMING),
+          gate(call.powers ? GATE : ALLOCATION) {}
 
     // Numbers of each token of a chunk. Positions count from 1; the share is that of exp(Ô) in its running sum, and
-    // `decay` the share of all that came before.
-    enum { POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED, NUMBERS };
+    // `decay` the share of all that came before. If renormalised, there is the norm ⟨q, Σ c k⟩; with powers, α before
+    // its power and Ô after the clamp.
+    enum {
+        POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED,
+        INVERSE_NORM, GATE, FLOW, NUMBERS
+    };
+    const int64_t SUMS;    // of features, see `Call::feature_sums`
+    const int norm, gate;  // which numbers results are divided by, and which α is a power of
 
     struct Head {
         int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
         Span tokens;
         const bool* mask;
-        // the state: Σk, Σq, Σk/O, Σq/I; S; how many tokens; log Σ exp(Ô), as exp(reference) · total
+        // the state: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S; how many tokens; log Σ exp(Ô), as
+        // exp(reference) · total
         A *sums, *memory, count, reference;
+        A tau, gamma;   // powers of competition and allocation
         Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
     };
 
     int64_t record_size() const {
-        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>) + 4;
+        return (SUMS + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>) + 4;
     }
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
@@ -60,17 +70,19 @@ template <class T> struct Causal {
         h.mask = call.query_mask ? call.query_mask + h.sequence * call.sinks : nullptr;
         h.sums = sums;
         h.memory = memory;
+        h.tau = call.tau<A>(h.head);
+        h.gamma = call.gamma<A>(h.head);
         return h;
     }
 
     void read_state(Head& h, const void* sums, const void* memory, const void* scalars) const {
-        std::fill_n(h.sums, 4 * D, A(0));
+        std::fill_n(h.sums, SUMS * D, A(0));
         if (memory || !sums) std::fill_n(h.memory, D * E, A(0));
         h.count = 0;
         h.reference = -std::numeric_limits<A>::infinity();
         if (sums) {
-            const A *from = (const A*)sums + h.index * 4 * call.dim, *rows = (const A*)memory;
-            for (int64_t i = 0; i < 4; i++) std::copy_n(from + i * call.dim, call.dim, h.sums + i * D);
+            const A *from = (const A*)sums + h.index * SUMS * call.dim, *rows = (const A*)memory;
+            for (int64_t i = 0; i < SUMS; i++) std::copy_n(from + i * call.dim, call.dim, h.sums + i * D);
             for (int64_t d = 0; memory && d < call.dim; d++)
                 std::copy_n(rows + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
             h.count = ((const A*)scalars)[h.index * 3];
@@ -80,7 +92,8 @@ template <class T> struct Causal {
     }
 
     void write_state(const Head& h, void* sums, void* memory) const {
-        for (int64_t i = 0; i < 4; i++) std::copy_n(h.sums + i * D, call.dim, (A*)sums + (h.index * 4 + i) * call.dim);
+        for (int64_t i = 0; i < SUMS; i++)
+            std::copy_n(h.sums + i * D, call.dim, (A*)sums + (h.index * SUMS + i) * call.dim);
         for (int64_t d = 0; memory && d < call.dim; d++)
             std::copy_n(h.memory + d * E, call.value_dim, (A*)memory + (h.index * call.dim + d) * call.value_dim);
     }
@@ -90,16 +103,16 @@ template <class T> struct Causal {
     }
 
     void keep(const Head& h, A* kept) const {
-        std::copy_n(h.sums, 4 * D, kept);
-        std::copy_n(h.memory, D * E, kept + 4 * D);
         const A scalars[] = {h.count, h.reference, A(h.total), A(h.total - A(h.total))};
-        std::copy_n(scalars, 4, kept + 4 * D + D * E);
+        kept = std::copy_n(h.sums, SUMS * D, kept);
+        kept = std::copy_n(h.memory, D * E, kept);
+        std::copy_n(scalars, 4, kept);
     }
 
     void recall(Head& h, const A* kept) const {
-        std::copy_n(kept, 4 * D, h.sums);
-        std::copy_n(kept + 4 * D, D * E, h.memory);
-        const A* scalars = kept + 4 * D + D * E;
+        std::copy_n(kept, SUMS * D, h.sums);
+        std::copy_n(kept + SUMS * D, D * E, h.memory);
+        const A* scalars = kept + SUMS * D + D * E;
         h.count = scalars[0];
         h.reference = scalars[1];
         h.total = Wide<A>(scalars[2]) + scalars[3];
@@ -165,6 +178,13 @@ template <class T> struct Causal {
             number[CLAMPED][i] = std::abs(competition[i]) > clamp;
             competition[i] = competition[i] < -clamp ? -clamp : competition[i] > clamp ? clamp : competition[i];
         }
+        if (call.powers)
+            for (int64_t i = 0; i < tokens; i++) {
+                number[GATE][i] = allocation[i];
+                allocation[i] = std::pow(allocation[i], h.gamma);
+                number[FLOW][i] = competition[i];
+                competition[i] *= h.tau;
+            }
         if (call.competition == SIGMOID_COMPETITION)
             map_tokens(tokens, competition, [](Vector<A> x) { return sigmoid<A>(x); });
         if (call.competition == NO_COMPETITION) std::fill_n(competition, tokens, A(1));
@@ -191,13 +211,23 @@ template <class T> struct Causal {
         if (mask)
             for (int64_t i = 0; i < tokens; i++)
                 if (!mask[i]) allocation[i] = competition[i] = 0;
+        if (call.renormalize) {
+            competing_sums(tokens, k, competition, h.sums, totals);
+            dot_totals(tokens, q, totals, number[INVERSE_NORM]);
+            for (int64_t i = 0; i < tokens; i++) number[INVERSE_NORM][i] = position[i] / number[INVERSE_NORM][i];
+        }
     }
 
-    // α/(I D), the factor of the result
-    static void received(int64_t tokens, const A* numbers, A* result) {
+    // Σ c k up to each token, plus ε; that of the state moves behind the last token
+    void competing_sums(int64_t tokens, const A* k, const A* competition, A* sums, A* totals) const {
+        running_sums(tokens, [=](int64_t i, int64_t c) { return competition[i] * load(k + i * D + c); }, sums + 4 * D,
+                     totals);
+    }
+
+    // α/(I D), the factor of the result; if renormalised, with the norm in place of I
+    void received(int64_t tokens, const A* numbers, A* result) const {
         for (int64_t i = 0; i < tokens; i++)
-            result[i] = numbers[ALLOCATION * CHUNK + i] * numbers[INVERSE_INCOMING * CHUNK + i] /
-                        numbers[POSITION * CHUNK + i];
+            result[i] = numbers[ALLOCATION * CHUNK + i] * numbers[norm * CHUNK + i] / numbers[POSITION * CHUNK + i];
     }
 
     // x yᵀ where the column is not after the row, else 0; `y_T` gets yᵀ
@@ -265,7 +295,7 @@ template <class T> struct Causal {
 
     void forward_head(int64_t index, A* space) const {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *sums = take(4 * D), *memory = take(D * E);
+        A *sums = take(SUMS * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
         A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *totals = take(CHUNK * D);
@@ -300,7 +330,7 @@ template <class T> struct Causal {
     }
 
     int64_t forward_space() const {
-        return 4 * D + D * E + CHUNK * (4 * D + 2 * E) + CHUNK * CHUNK + (NUMBERS + 1) * CHUNK + 128;
+        return SUMS * D + D * E + CHUNK * (4 * D + 2 * E) + CHUNK * CHUNK + (NUMBERS + 1) * CHUNK + 128;
     }
 
     // what the walk over a segment keeps of each chunk: its features, its numbers, and the state before it
@@ -308,25 +338,28 @@ template <class T> struct Causal {
         A *q, *k, *numbers, *sums, *memory_T;
     };
 
-    // gradients of the state after the chunk at hand, in order of the state; `grad_log` is that of log Σ exp(Ô)
+    // gradients of the state after the chunk at hand, in order of the state, where `log` is that of log Σ exp(Ô); and
+    // of the powers
     struct Gradient {
-        A *key_sum, *query_sum, *conserved_key_sum, *conserved_query_sum, *memory, *memory_T, log;
+        A *key_sum, *query_sum, *conserved_key_sum, *conserved_query_sum, *competing_sum, *memory, *memory_T, log;
+        Wide<A> tau, gamma;
     };
 
     void backward_head(int64_t index, A* space) const {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *sums = take(4 * D), *memory = take(D * E);
+        A *sums = take(SUMS * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
         Chunk kept[SEGMENT / CHUNK];
         for (Chunk& chunk : kept)
-            chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(4 * D), take(E * D)};
+            chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(SUMS * D), take(E * D)};
         A *totals = take(CHUNK * D), *values = take(CHUNK * E), *memory_T = take(E * D);
-        A *grad_sums = take(4 * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
+        A *grad_sums = take(SUMS * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
 
         // the gradient of the state after the last token is read and written as a state is
         Head end = begin(index, grad_sums, grad_memory);
         read_state(end, call.grad_end_sums, call.grad_end_memory, call.grad_end_scalars);
-        Gradient grad{grad_sums, grad_sums + D, grad_sums + 2 * D, grad_sums + 3 * D, grad_memory, grad_memory_T, 0};
+        Gradient grad{grad_sums,         grad_sums + D, grad_sums + 2 * D, grad_sums + 3 * D,
+                      grad_sums + 4 * D, grad_memory,   grad_memory_T};
         if (call.grad_end_scalars) grad.log = ((const A*)call.grad_end_scalars)[index * 3 + 1];
         transpose(D, E, grad_memory, E, grad_memory_T, D);
         for (int64_t segment = segments(h) - 1; segment >= 0; segment--) {
@@ -335,7 +368,7 @@ template <class T> struct Causal {
             transpose(D, E, memory, E, memory_T, D);
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 const Chunk& chunk = kept[t % SEGMENT / CHUNK];
-                std::copy_n(h.sums, 4 * D, chunk.sums);
+                std::copy_n(h.sums, SUMS * D, chunk.sums);
                 std::copy_n(memory_T, E * D, chunk.memory_T);
                 load_features(h, t, tokens, chunk.q, chunk.k);
                 flows(h, t, tokens, chunk.q, chunk.k, totals, chunk.numbers);
@@ -347,6 +380,7 @@ template <class T> struct Causal {
             for (int64_t t = last; t >= segment * SEGMENT; t -= CHUNK)
                 backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), kept[t % SEGMENT / CHUNK], grad, space);
         }
+        call.write_grad_powers(index, A(grad.tau), A(grad.gamma));
         if (!call.grad_sums) return;
         write_state(end, call.grad_sums, call.grad_memory);
         A* scalars = (A*)call.grad_scalars + index * 3;
@@ -357,8 +391,9 @@ template <class T> struct Causal {
     }
 
     int64_t backward_space() const {
-        const int64_t chunk = CHUNK * 2 * D + NUMBERS * CHUNK + 4 * D + E * D;
-        return 16 * D + 4 * D * E + CHUNK * E + SEGMENT / CHUNK * chunk +  //
+        const int64_t chunk =
+            CHUNK * 2 * D + padded(NUMBERS * CHUNK, LINE<A>) + padded(SUMS * D, LINE<A>) + E * D;
+        return 2 * SUMS * D + 4 * D * E + CHUNK * E + SEGMENT / CHUNK * chunk +  //
                CHUNK * (8 * D + 4 * E) + 2 * CHUNK * CHUNK + 8 * CHUNK + 256;
     }
 
@@ -399,10 +434,11 @@ template <class T> struct Causal {
         add_lower(tokens, D, grad_products, k, grad_q);
         product<A, true, true>(call.dim, E, tokens, q, D, grads, E, grad.memory, E);
         transpose(D, E, grad.memory, E, grad.memory_T, D);
+        if (call.renormalize) backward_norm(tokens, chunk, grad, taken, totals, given, grad_q, grad_k);
 
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A allocation = number(ALLOCATION)[i];
-            conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : taken[i] * (1 - allocation) / position[i];
+            const A grad_gate = taken[i] * (1 - number(gate)[i]) * h.gamma;
+            conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : grad_gate / position[i];
             A flow = 0;
             if (call.competition == SIGMOID_COMPETITION) flow = given[i] * (1 - competition[i]);
             if (call.competition == SOFTMAX_COMPETITION) {
@@ -411,8 +447,13 @@ template <class T> struct Causal {
                 flow = given[i] + number(SHARE)[i] * grad.log;
                 grad.log *= number(DECAY)[i];
             }
-            conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow / position[i];
+            conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow * h.tau / position[i];
+            if (call.powers) {
+                grad.tau += flow * number(FLOW)[i];
+                grad.gamma += taken[i] * std::log(number(GATE)[i]);
+            }
         }
+        if (call.renormalize) std::fill_n(taken, tokens, A(0));  // I divides no result
 
         // the four sums up to each token, plus ε, a plane after another
         for (int sum = 0; sum < 4; sum++) {
@@ -442,6 +483,20 @@ template <class T> struct Causal {
                 });
             }
         });
+    }
+
+    // adds what a chunk gets by way of its norms, and Σ c k, to c dc and to the gradients of its features
+    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* taken, A* totals, A* given,
+                       A* grad_q, A* grad_k) const {
+        const A *competition = chunk.numbers + COMPETITION * CHUNK, *position = chunk.numbers + POSITION * CHUNK;
+        competing_sums(tokens, chunk.k, competition, chunk.sums, totals);
+        for (int64_t i = tokens - 1; i >= 0; i--) {
+            const A grad_norm = -taken[i] * chunk.numbers[norm * CHUNK + i] / position[i];
+            add_raised(grad.competing_sum, grad_norm, chunk.q + i * D);
+            given[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
+            add_outer(1, D, &grad_norm, totals + i * D, grad_q + i * D);
+            add_outer(1, D, competition + i, grad.competing_sum, grad_k + i * D);
+        }
     }
 
     // total += factor · (x + ε)

@@ -7,21 +7,24 @@ template <class T> struct BidirectionalHead {
     using A = Sum<T>;
 
     const Call* call;
-    int64_t sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
+    int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
     Span sinks, sources;
     const bool *query_mask, *key_mask;
     A n, m;                                                             // tokens that take part
+    A tau, gamma;                                                       // powers of competition and allocation
     A *inverse_incoming, *allocation, *inverse_outgoing, *competition;  // kept, one number a token
-    A* record;                                                          // kept, see `record_size`
+    A *inverse_norm, *gate;  // kept: of what results are divided by, I or ⟨q, Σ c k⟩; α before its power
+    A* record;               // kept, see `record_size`
 
-    // room for Σk, Σq, Σk/O, Σq/I and S, or for the flow matrix of a short head; `op.py` allocates it
+    // room for the sums of features and S, or for the flow matrix of a short head; `op.py` allocates it
     static int64_t record_size(const Call& call) {
-        return (4 + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
+        return (call.feature_sums() + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
     }
 
     static BidirectionalHead of(const Call& call, int64_t index) {
         BidirectionalHead h{};
         h.call = &call;
+        h.index = index;
         h.sequence = index / call.heads;
         h.row = call.sink_bounds ? 0 : h.sequence;
         h.head = index % call.heads;
@@ -32,13 +35,18 @@ template <class T> struct BidirectionalHead {
         h.key_mask = call.key_mask ? call.key_mask + h.sequence * call.sources : nullptr;
         h.n = count(h.query_mask, h.sinks.size);
         h.m = count(h.key_mask, h.sources.size);
+        h.tau = call.tau<A>(h.head);
+        h.gamma = call.gamma<A>(h.head);
         // records of all heads, then planes of a number for each token
         const int64_t place = h.row * call.heads + h.head, places = call.rows() * call.heads;
+        const int64_t plane = places * call.sinks;
         A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
         h.record = (A*)call.kept + index * record_size(call);
         h.inverse_incoming = flows + place * call.sinks + h.sinks.start;
-        h.allocation = h.inverse_incoming + places * call.sinks;
-        flows += 2 * places * call.sinks;
+        h.allocation = h.inverse_incoming + plane;
+        h.inverse_norm = call.renormalize ? h.allocation + plane : h.inverse_incoming;
+        h.gate = call.powers ? h.inverse_norm + plane : h.allocation;
+        flows += (2 + (call.renormalize ? 1 : 0) + (call.powers ? 1 : 0)) * plane;
         h.inverse_outgoing = flows + place * call.sources + h.sources.start;
         h.competition = h.inverse_outgoing + places * call.sources;
         return h;
@@ -59,17 +67,17 @@ template <class T> struct BidirectionalHead {
         scaled_rows<T>(call->value, call->value_dim, row, key_head, sources.start + t, tokens, at(key_mask, t),
                        competition + t, result);
     }
-    // dR α/I
+    // dR α/I, or with another norm
     void grads(int64_t t, int64_t tokens, A* factor, A* result) const {
-        for (int64_t i = 0; i < tokens; i++) factor[i] = allocation[t + i] * inverse_incoming[t + i];
+        for (int64_t i = 0; i < tokens; i++) factor[i] = allocation[t + i] * inverse_norm[t + i];
         scaled_rows<T>(call->grad, call->value_dim, row, head, sinks.start + t, tokens, at(query_mask, t), factor,
                        result);
     }
 
-    // R, from rows that lack the factor α/I
+    // R, from rows that lack the factor α/I, or with another norm
     void write_result(int64_t t, int64_t tokens, const A* rows, int64_t width) const {
         for (int64_t i = 0; i < tokens; i++) {
-            const A received = allocation[t + i] * inverse_incoming[t + i];
+            const A received = allocation[t + i] * inverse_norm[t + i];
             write_row(call->result.at<T>(row, head, sinks.start + t + i), call->value_dim,
                       [&](int64_t c) { return load(rows + i * width + c) * received; });
         }
@@ -88,7 +96,7 @@ template <class T> struct BidirectionalHead {
 
     A ratio() const { return call->rescale ? n / std::max(m, A(1)) : A(1); }
 
-    // keeps Ô after the clamp, or c where it is not a softmax; −∞ and 0 where masked
+    // keeps τ Ô after the clamp, or c where it is not a softmax; −∞ and 0 where masked
     void compete(int64_t t, int64_t tokens, A* flow) const {
         const A clamp = A(call->clamp);
         if (call->competition == NO_COMPETITION) std::fill_n(flow, tokens, A(1));
@@ -96,7 +104,7 @@ template <class T> struct BidirectionalHead {
             map_tokens(tokens, flow, [&](Vector<A> x) {
                 x = x < -clamp ? all(-clamp) : x;
                 x = x > clamp ? all(clamp) : x;
-                return call->competition == SIGMOID_COMPETITION ? sigmoid<A>(x) : x;
+                return call->competition == SIGMOID_COMPETITION ? sigmoid<A>(x) : x * tau;
             });
         const A nothing = call->competition == SOFTMAX_COMPETITION ? -std::numeric_limits<A>::infinity() : A(0);
         if (key_mask)
@@ -120,6 +128,10 @@ template <class T> struct BidirectionalHead {
         const A r = ratio();
         if (call->allocation == NO_ALLOCATION) std::fill_n(flow, tokens, A(1));
         else map_tokens(tokens, flow, [&](Vector<A> x) { return sigmoid<A>(x * r); });
+        if (call->powers) {
+            std::copy_n(flow, tokens, gate + t);
+            for (int64_t i = 0; i < tokens; i++) flow[i] = std::pow(flow[i], gamma);
+        }
         if (query_mask)
             for (int64_t i = 0; i < tokens; i++) flow[i] = query_mask[t + i] ? flow[i] : A(0);
         std::copy_n(flow, tokens, allocation + t);
@@ -127,13 +139,26 @@ template <class T> struct BidirectionalHead {
 
     // dÎ from α dα; returns the sum
     A grad_allocation(int64_t t, int64_t tokens, const A* taken, A* grad) const {
-        const A r = call->allocation == NO_ALLOCATION ? A(0) : ratio();
+        const A r = call->allocation == NO_ALLOCATION ? A(0) : ratio() * gamma;
         A total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - allocation[t + i]) * r;
+        for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - gate[t + i]) * r;
+        return total;
+    }
+    // dγ from α dα
+    A grad_gamma(int64_t t, int64_t tokens, const A* taken) const {
+        Wide<A> total = 0;
+        for (int64_t i = 0; i < tokens; i++) total += taken[i] * std::log(gate[t + i]);
+        return A(total);
+    }
+    // the gradient of the norm of a renormalised result from α dα, which leaves nothing to the gradient of I; returns
+    // the sum
+    A grad_norm(int64_t t, int64_t tokens, A* taken, A* grad) const {
+        A total = 0;
+        for (int64_t i = 0; i < tokens; i++) total += grad[i] = -std::exchange(taken[i], A(0)) * inverse_norm[t + i];
         return total;
     }
 
-    // dÔ from c dc and the sum of it over all sources
+    // d(τ Ô) from c dc and the sum of it over all sources
     void grad_competition(int64_t t, int64_t tokens, const A* given, A shared_loss, A* grad) const {
         const A *c = competition + t, loss = shared_loss / (call->rescale ? std::max(m, A(1)) : A(1));
         for (int64_t i = 0; i < tokens; i++)
@@ -141,9 +166,16 @@ template <class T> struct BidirectionalHead {
                       : call->competition == SIGMOID_COMPETITION ? given[i] * (1 - c[i])
                                                                  : A(0);
     }
-    // … 0 where the clamp held Ô
-    void clamp_gradient(int64_t tokens, const A* flow, A* grad) const {
-        for (int64_t i = 0; i < tokens; i++)
-            if (std::abs(flow[i]) > A(call->clamp)) grad[i] = 0;
+    // whether Ô is needed to make dÔ of d(τ Ô)
+    bool needs_flow() const { return call->powers || !std::isinf(call->clamp); }
+    // dÔ in place of d(τ Ô), 0 where the clamp held Ô; returns dτ
+    A grad_flow(int64_t tokens, const A* flow, A* grad) const {
+        const A clamp = A(call->clamp);
+        Wide<A> total = 0;
+        for (int64_t i = 0; i < tokens; i++) {
+            total += grad[i] * smaller(clamp, larger(-clamp, flow[i]));
+            grad[i] = std::abs(flow[i]) > clamp ? A(0) : grad[i] * tau;
+        }
+        return A(total);
     }
 };

@@ -5,6 +5,8 @@
 //
 //     I_i = Σ_j P_ij + ε (q_i + Σ_j k_j) + D ε²           O_j = Σ_i P_ij + ε (k_j + Σ_i q_i) + D ε²
 //     Î_i = Σ_j P_ij/O_j + ε (q_i + Σ_j k_j/O_j) + D ε²   Ô_j = Σ_i P_ij/I_i + ε (k_j + Σ_i q_i/I_i) + D ε²
+//
+// and the norm of a renormalised result is ω_i = Σ_j P_ij c_j + ε (q_i + Σ_j c_j k_j) + D ε².
 #pragma once
 
 #include <utility>
@@ -33,7 +35,7 @@ template <class T> struct Short {
     }
 
     // one number of each token, 0 beyond the last
-    enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, TAKEN, FACTOR, NUMBERS };
+    enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, TAKEN, FACTOR, COMPETITION, NORM, NUMBERS };
 
     struct Space {
         A *q, *k, *gradient, *values, *rows, *turned, *products, *numbers;
@@ -89,6 +91,15 @@ template <class T> struct Short {
         add_rest(m, flow, s[KEY], dot(padded(n, LANES<A>), s[QUERY], inverse_incoming));
     }
 
+    // c dc += c_j Σ_i dω_i (P_ij + ε k_j)
+    void add_through_norm(int64_t n, int64_t columns, const A* P, const Space& s, A norms, A* given) const {
+        for (int64_t c = 0; c < columns; c += LANES<A>) {
+            Vector<A> sum = A(call.eps) * norms * load(s[KEY] + c);
+            for (int64_t i = 0; i < n; i++) sum += s[NORM][i] * load(P + i * columns + c);
+            store(given + c, load(given + c) + load(s[COMPETITION] + c) * sum);
+        }
+    }
+
     void forward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
         const Space s(D, E, space);
@@ -113,6 +124,13 @@ template <class T> struct Short {
             const A share = h.share(h.exponentials(0, m, std::isinf(maximum) ? 0 : maximum));
             for (int64_t j = 0; j < m; j++) h.competition[j] *= share;
         }
+        if (call.renormalize) {
+            A *norm = s[NORM], *weights = s[COMPETITION];
+            std::copy_n(h.competition, m, weights);
+            dots(n, columns, P, weights, norm);
+            add_rest(n, norm, s[QUERY], dot(columns, s[KEY], weights));
+            for (int64_t i = 0; i < n; i++) h.inverse_norm[i] = 1 / norm[i];
+        }
         h.values(0, m, s.values);
         product<A, false, false>(n, E, m, P, columns, s.values, E, s.rows, E);
         h.write_result(0, n, s.rows, E);
@@ -120,6 +138,7 @@ template <class T> struct Short {
 
     // With W_ij the gradient of P_ij by way of the result, all of it is
     //     dP_ij = W_ij + dI_i + dO_j + dÎ_i/O_j + dÔ_j/I_i
+    // and, if renormalised, dω_i c_j.
     void backward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
         const Space s(D, E, space);
@@ -140,12 +159,21 @@ template <class T> struct Short {
         h.write_grad_value(0, m, s.values, E);
 
         const A allocation = h.grad_allocation(0, n, taken, grad_in);  // Σ dÎ
+        A grad_tau = 0, grad_gamma = call.powers ? h.grad_gamma(0, n, taken) : A(0);
+        A *norm = s[NORM], *weights = s[COMPETITION], norms = 0;  // dω, c and Σ dω
+        if (call.renormalize) {
+            norms = h.grad_norm(0, n, taken, norm);
+            std::copy_n(h.competition, m, weights);
+            add_through_norm(n, columns, P, s, norms, given);
+            add_outer(n, columns, norm, weights, W);
+        }
         h.grad_competition(0, m, given, total(m, given), grad_out);
-        if (!std::isinf(call.clamp)) {
+        if (h.needs_flow()) {
             std::copy_n(h.inverse_incoming, n, in);
             conserved_outgoing(h, s, in, out);
-            h.clamp_gradient(m, out, grad_out);
+            grad_tau = h.grad_flow(m, out, grad_out);
         }
+        call.write_grad_powers(h.index, grad_tau, grad_gamma);
         const A competition = total(m, grad_out);  // Σ dÔ
         std::fill(grad_out + m, grad_out + columns, A(0));
         std::fill_n(out, columns, A(0));
@@ -175,13 +203,14 @@ template <class T> struct Short {
             };
             product<A, false, false>(n, D, m, W, columns, s.k, D, s.gradient, D);
             for (int64_t i = 0; i < n; i++) {
-                const A rest = eps * (in[i] + grad_in[i] + all_out + h.inverse_incoming[i] * competition);
+                const A rest = eps * (in[i] + grad_in[i] + norm[i] + all_out + h.inverse_incoming[i] * competition);
                 write_row(call.grad_query.at<T>(h.row, h.head, h.sinks.start + i), call.dim,
                           rows(s.q + i * D, rest, i));
             }
             product<A, true, false>(m, D, n, W, columns, s.q, D, s.gradient, D);
             for (int64_t j = 0; j < m; j++) {
-                const A rest = eps * (out[j] + grad_out[j] + all_in + inverse_outgoing[j] * allocation);
+                const A rest =
+                    eps * (out[j] + grad_out[j] + weights[j] * norms + all_in + inverse_outgoing[j] * allocation);
                 h.write_source(call.grad_key, call.dim, h.sources.start + j, rows(s.k + j * D, rest, j));
             }
         });
