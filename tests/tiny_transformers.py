@@ -45,6 +45,24 @@ def assert_close(value, truth):
     torch.testing.assert_close(value, truth, rtol=1e-9, atol=1e-9)
 
 
+def assert_cuts_give_the_logits(model: nn.Module, mask: torch.Tensor | None, cache_class: type | None = None) -> None:
+    """Any cut of the prompts, continued from a cache, gives the logits of the whole; None is what the model makes."""
+    whole = model(PROMPTS, attention_mask=mask, use_cache=False)
+    assert whole.past_key_values is None
+    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
+    for cuts in ([7], [1] * 7, [3, 4], [2, 1, 4]):
+        cache = None if cache_class is None else cache_class(model.config)
+        start, parts = 0, []
+        for size in cuts:
+            seen = None if mask is None else mask[:, : start + size]
+            tokens = PROMPTS[:, start : start + size]
+            outputs = model(tokens, attention_mask=seen, past_key_values=cache, use_cache=True)
+            cache, start = outputs.past_key_values, start + size
+            parts.append(outputs.logits)
+        assert cache.get_seq_length() == 7
+        assert_close(torch.cat(parts, 1)[kept], whole.logits[kept])
+
+
 def with_gradients(model: nn.Module, result: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(2)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -54,6 +54,16 @@ def _literals(kind: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
+def check_kinds(config: Any) -> None:
+    """Raise unless every field of type bool or int holds one: "no" on a command line would count as True."""
+    for name, hint in get_type_hints(config.__class__).items():
+        value = getattr(config, name)
+        if hint is bool and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}.")
+        if hint is int and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
 def check_options(owner: str, options: Iterable[str], accepted: Collection[str]) -> None:
     """Raise unless the names of all options are accepted.
 

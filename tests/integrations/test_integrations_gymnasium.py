@@ -346,6 +346,17 @@ def test_an_environment_that_breaks_is_noticed(part, name):
         evaluate(policy_of(randomized()), Broken(length=2), 1)
 
 
+def test_an_outcome_of_another_shape_is_refused():
+    """numpy would repeat a column of rewards for every environment."""
+    policy = policy_of(randomized())
+    policy.reset(Game())
+    policy.act(np.zeros(2))
+    assert policy.observe(1.0, False, False) == policy.observe(np.ones(1), np.zeros(1, bool), False)
+    for outcome, name in (((np.ones((1, 1)), False, False), "rewards"), ((1.0, False, np.zeros(2)), "truncations")):
+        with pytest.raises(ValueError, match=rf"{name} of 1 environments must have shape \(1,\)"):
+            policy.observe(*outcome)
+
+
 def test_whole_numbers_are_rounded_to():
     model = randomized()
     nn.init.normal_(model.action_head.weight, std=2.0)

@@ -14,7 +14,17 @@ import pytest
 import torch
 import transformers
 from helpers import ROOT
-from tiny_transformers import LEFT, PROMPTS, SIZES, STYLES, assert_close, language_model, randomized, with_gradients
+from tiny_transformers import (
+    LEFT,
+    PROMPTS,
+    SIZES,
+    STYLES,
+    assert_close,
+    assert_cuts_give_the_logits,
+    language_model,
+    randomized,
+    with_gradients,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -136,19 +146,7 @@ def test_generation_goes_on_from_a_kept_cache():
 
 @pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["even", "left-padded", "right-padded"])
 def test_any_cut_of_a_sequence_gives_its_logits(mask):
-    model = language_model()
-    whole = model(PROMPTS, attention_mask=mask, use_cache=False)
-    assert whole.past_key_values is None
-    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
-    for cuts in ([7], [1] * 7, [3, 4], [2, 1, 4]):
-        cache, start, parts = None, 0, []
-        for size in cuts:
-            seen = None if mask is None else mask[:, : start + size]
-            tokens = PROMPTS[:, start : start + size]
-            outputs = model(tokens, attention_mask=seen, past_key_values=cache, use_cache=True)
-            cache, start = outputs.past_key_values, start + size
-            parts.append(outputs.logits)
-        assert_close(torch.cat(parts, 1)[kept], whole.logits[kept])
+    assert_cuts_give_the_logits(language_model(), mask)
 
 
 def test_a_packed_batch_is_a_loop_over_its_sequences():

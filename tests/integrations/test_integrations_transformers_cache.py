@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from tiny_transformers import LEFT, PROMPTS, assert_close, randomized
+from tiny_transformers import LEFT, PROMPTS, assert_close, assert_cuts_give_the_logits, randomized
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, StaticCache
 
 from flowformer.integrations.transformers import FlowCache, FlowCacheLayer
@@ -94,17 +94,7 @@ def test_every_way_to_generate_equals_recomputation(name, padded, options):
 @EVERY_MODEL
 @pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["even", "left-padded", "right-padded"])
 def test_any_cut_of_a_sequence_gives_its_logits(name, mask):
-    model = decoder(name)
-    whole = model(PROMPTS, attention_mask=mask, use_cache=False).logits
-    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
-    for cuts in ([7], [1] * 7, [2, 1, 4]):
-        cache, start, parts = FlowCache(model.config), 0, []
-        for size in cuts:
-            seen = None if mask is None else mask[:, : start + size]
-            parts.append(model(PROMPTS[:, start : start + size], attention_mask=seen, past_key_values=cache).logits)
-            start += size
-        assert cache.get_seq_length() == 7
-        assert_close(torch.cat(parts, 1)[kept], whole[kept])
+    assert_cuts_give_the_logits(decoder(name), mask, FlowCache)
 
 
 def test_a_conversation_goes_on_from_its_cache():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tiny_transformers import LEFT, PROMPTS, assert_close, randomized, with_gradients
+from tiny_transformers import LEFT, PROMPTS, assert_close, assert_cuts_give_the_logits, randomized, with_gradients
 from transformers import AutoModel, AutoModelForCausalLM
 
 from flowformer import FlowVariant, flow_attention
@@ -57,16 +57,7 @@ def exchanged(name: str, exchange: Exchange, auto=AutoModelForCausalLM):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["even", "left-padded", "right-padded"])
 def test_any_cut_of_a_sequence_gives_its_logits(name, exchange, mask):
-    model = exchanged(name, exchange)
-    whole = model(PROMPTS, attention_mask=mask, use_cache=False).logits
-    kept = torch.ones_like(PROMPTS, dtype=torch.bool) if mask is None else mask.bool()
-    for cuts in ([7], [1] * 7, [2, 1, 4]):
-        cache, start, parts = FlowCache(model.config), 0, []
-        for size in cuts:
-            seen = None if mask is None else mask[:, : start + size]
-            parts.append(model(PROMPTS[:, start : start + size], attention_mask=seen, past_key_values=cache).logits)
-            start += size
-        assert_close(torch.cat(parts, 1)[kept], whole[kept])
+    assert_cuts_give_the_logits(exchanged(name, exchange), mask, FlowCache)
 
 
 def test_kept_layers_are_counted_without_recurrent_ones():

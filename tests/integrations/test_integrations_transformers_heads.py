@@ -132,9 +132,13 @@ def test_continuous_batching_says_why_not():
         language_model().generate_batch([[3, 1, 4]], max_new_tokens=2)
 
 
-def test_output_attentions_is_answered():
-    with pytest.warns(UserWarning, match="no matrix of attention weights"):
-        assert language_model()(PROMPTS, output_attentions=True).attentions is None
+def test_outputs_that_are_asked_for_in_the_call_or_in_the_config():
+    for config, call in (({"output_attentions": True}, {}), ({}, {"output_attentions": True})):
+        with pytest.warns(UserWarning, match="no matrix of attention weights"):
+            assert language_model(**config)(PROMPTS, **call).attentions is None
+    model = language_model(output_hidden_states=True)
+    assert len(model(PROMPTS).hidden_states) == 3
+    assert model(PROMPTS, output_hidden_states=False).hidden_states is None
 
 
 LOAD = """

@@ -249,6 +249,14 @@ def test_embedding_gemma_is_bidirectional(mask):
     assert_close(together[keep], torch.cat(alone))
 
 
+def test_embedding_gemma_takes_one_token_but_continues_no_cache():
+    model = existing(EMBEDDING_GEMMA)
+    outputs = model(PROMPTS[:, :1])
+    assert_close(outputs.last_hidden_state, model(PROMPTS[:, :1], use_cache=False).last_hidden_state)
+    with pytest.raises(ValueError, match="no state to continue from"):
+        model(PROMPTS[:, 1:], past_key_values=outputs.past_key_values)
+
+
 def test_embedding_gemma_beyond_its_window_is_refused():
     model = existing(EMBEDDING_GEMMA)
     with pytest.raises(NotImplementedError, match="sliding window shorter than the input"):
@@ -282,6 +290,9 @@ def test_a_layer_that_does_not_know_of_its_causal_mask_is_causal():
         mask = flow_attention_mask(3, 7, 7, mask_function=causal_mask_function, attention_mask=padding)
         result, _ = flow_attention_forward(layer, q, q, q, mask, is_causal=False)
         assert_close(result.transpose(1, 2), flow_attention(q, q, q, is_causal=True, query_mask=padding))
+    one = flow_attention_mask(3, 1, 1, mask_function=causal_mask_function)
+    result, _ = flow_attention_forward(nn.Identity(), *(q[:, :, :1] for _ in range(3)), one)
+    assert_close(result.transpose(1, 2), flow_attention(*(q[:, :, :1] for _ in range(3)), is_causal=True))
     cached = flow_attention_mask(3, 1, 7, q_offset=6, mask_function=causal_mask_function)
     with pytest.raises(NotImplementedError, match="cannot decode from a cache"):
         flow_attention_forward(layer, q[:, :, :1], q, q, cached, is_causal=False)

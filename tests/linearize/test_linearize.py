@@ -263,11 +263,20 @@ def test_bad_input_is_refused(teacher, tmp_path):
         ({"variant": FlowVariant()}, "renormalize"),
         ({"batch_size": 0}, "batch_size"),
         ({"length": 1}, "at least 2"),
+        ({"gain": "no"}, "gain must be true or false, got 'no'"),
+        ({"gradient_checkpointing": "False"}, "gradient_checkpointing must be true or false"),
+        ({"window": 2.5}, "window must be a whole number, got 2.5"),
+        ({"lora_tokens": "1e6"}, "lora_tokens must be a whole number"),
     ],
 )
 def test_bad_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         LinearizeConfig(**options)
+
+
+def test_large_numbers_may_be_written_short():
+    config = LinearizeConfig.of(["lora_tokens=1e6", "lora_lr=1e-4", "gain=true"])
+    assert (config.lora_tokens, config.lora_lr, config.gain) == (1_000_000, 1e-4, True)
 
 
 def test_a_trained_student_keeps_its_exchange(teacher):

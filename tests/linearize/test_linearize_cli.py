@@ -77,7 +77,9 @@ def test_an_encoder_learns_from_lines(model):
         (["windw=3"], "did you mean 'window'?"),
         (["window"], "key=value"),
         (["length=1024"], "a row has 1024"),
-        (["window=wide"], "wrong kind"),
+        (["minutes=long"], "wrong kind"),
+        (["window=wide"], "window must be a whole number, got 'wide'"),
+        (["gain=no"], "gain must be true or false, got 'no'"),
         (["--eval", "latin.txt"], "latin.txt is no text in UTF-8"),
     ],
 )

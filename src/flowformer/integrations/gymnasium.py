@@ -139,6 +139,10 @@ class DecisionPolicy:
         is a reset instead. It returns the first observation of the next episode, without a reward.
         """
         rollout = self._playing()
+        count = len(self._resetting)
+        for name, value in (("rewards", rewards), ("terminations", terminations), ("truncations", truncations)):
+            if np.shape(value) != (count,) and (self._is_vector or np.shape(value) != ()):
+                raise ValueError(f"{name} of {count} environments must have shape {(count,)}, got {np.shape(value)}.")
         _check_finite("rewards", rewards)
         ended = np.atleast_1d(np.logical_or(terminations, truncations))
         played = ~self._resetting

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from .._utils import check_literals, check_options, check_positive
+from .._utils import check_kinds, check_literals, check_options, check_positive
 from ..integrations.transformers.linearized_heads import RENORMALIZED, Exchange, Features
 from ..ops import FlowVariant
 
@@ -64,6 +64,7 @@ class LinearizeConfig:
         for field in fields(exchange):
             object.__setattr__(self, field.name, getattr(exchange, field.name))
         check_literals(self)
+        check_kinds(self)
         check_positive(length=self.length, batch_size=self.batch_size)
         if self.length < 2:
             raise ValueError("rows of one token have nothing to attend to: length must be at least 2.")
@@ -95,9 +96,10 @@ class LinearizeConfig:
                 raise ValueError(f"{assignment!r} is no option; accepted: key=value, such as window=64.")
             check_options("LinearizeConfig", [name], [field.name for field in fields(cls)])
             try:
-                options[name] = json.loads(text)
+                value = json.loads(text)
             except ValueError:
-                options[name] = text
+                value = text
+            options[name] = int(value) if isinstance(value, float) and value.is_integer() else value  # as 1e6
         try:
             return cls(**options)
         except TypeError as error:

@@ -20,7 +20,7 @@ NEARBY = 32  # updates among which sentences are sorted by length
 
 
 def tokenize(texts: Iterable[str | Tensor], tokenizer: Any, words: int) -> list[Tensor]:
-    """The tokens of each document, without special tokens; documents that are tensors of tokens stay as they are.
+    """The tokens of each document, without special tokens; documents may be tokens already.
 
     Args:
         words: how many the model knows.
@@ -32,7 +32,7 @@ def tokenize(texts: Iterable[str | Tensor], tokenizer: Any, words: int) -> list[
                 raise TypeError(
                     f"a document of tokens is a 1-d tensor of integers, got {text.dtype} {tuple(text.shape)}."
                 )
-            documents.append(text.long())
+            documents.append(text.long().cpu())
             continue
         if not isinstance(text, str):
             raise TypeError(f"a document is a string or a 1-d tensor of tokens, got {type(text).__name__}.")

@@ -30,7 +30,7 @@ class FlowModel(nn.Module):
 
     config_class: ClassVar[type]
     config: Any
-    checkpoint: Callable = partial(checkpoint, use_reentrant=False)
+    checkpoint: Callable = staticmethod(partial(checkpoint, use_reentrant=False))  # runs a layer
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ class LearnedPositions(nn.Module):
         if length > self.max_length:
             raise ValueError(
                 f"got {length} positions, but there are only {self.max_length} learned ones. Shorten the sequence, "
-                "raise max_length, or use SinusoidalPositions."
+                "build the model for more, or use SinusoidalPositions."
             )
 
 

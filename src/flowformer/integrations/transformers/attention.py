@@ -133,7 +133,7 @@ def tokens_of(
     # a layer may not know of the pattern it is given
     if len(shape) == 3 and shape[1] > 1:
         is_causal = False
-    elif not own and (len(shape) == 1 or (len(shape) == 3 and shape[2] > 1)):
+    elif not own and len(shape) in (1, 3):
         is_causal = True
     elif is_causal is None:
         is_causal = own
@@ -166,10 +166,10 @@ def flow_attention_mask(
 ) -> Tensor | None:
     """What `flow_attention_forward` needs to know of a mask, found once for all layers.
 
-    Returns: the padding mask, bool: (B, 1, N) for a causal pattern and (B, N, 1) where all tokens see each other, which
-    without padding is one number expanded. Where the model calls its pattern bidirectional, (B, N) or None: the layers
-    of some are causal all the same. Where a row holds several causal sequences, packed or in chunks, their bounds
-    (R + 1,). Any other pattern is an error.
+    Returns: the padding mask, bool: (B, 1, N) for a causal pattern, (B, N, 1) for one that comes down to all pairs of
+    tokens; without padding, one number expanded. (B, N) or None for the plain bidirectional pattern and for that of
+    cross-attention, which leave the direction to the layer. Where a row holds several causal sequences, packed or in
+    chunks, their bounds (R + 1,). Any other pattern is an error.
     """
     if attention_mask is not None and attention_mask.shape[1] != kv_length:
         raise ValueError(
@@ -192,7 +192,9 @@ def flow_attention_mask(
             return attention_mask
         if attention_mask is None:
             attention_mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, kv_length)
-        return attention_mask[:, None] if is_causal else attention_mask[..., None]
+        if is_causal:
+            return attention_mask[:, None]
+        return attention_mask[..., None] if kv_length > 1 else attention_mask  # (B, 1, 1) would be causal
     if q_length != kv_length:
         raise NotImplementedError(
             f"{NAME} cannot continue packed sequences or chunks from a cache: a state has no place where it begins "

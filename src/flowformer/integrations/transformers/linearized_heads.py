@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..._utils import check_literals, check_options
+from ..._utils import check_kinds, check_literals, check_options
 from ...ops import FlowVariant, checks
 
 Features = Literal["none", "projection", "hedgehog"]
@@ -44,6 +44,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_kinds(self)
         variant = FlowVariant(**self.variant) if isinstance(self.variant, dict) else checks.variant(self.variant)
         object.__setattr__(self, "variant", variant)
         object.__setattr__(self, "keep_layers", tuple(sorted({int(index) for index in self.keep_layers})))

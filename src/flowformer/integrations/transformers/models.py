@@ -122,8 +122,10 @@ class FlowformerModel(FlowformerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds.")
-        if kwargs.get("output_attentions"):
+        if kwargs.get("output_attentions", self.config.output_attentions):
             warn_no_weights()
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         x = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is not None:
             position_ids = position_ids.expand(x.shape[:2])
