@@ -42,6 +42,13 @@ def test_exchanging_keeps_every_weight(teacher):
     assert student.config._attn_implementation == "flow_attention"
 
 
+@pytest.mark.parametrize("stage", ["transfer", "lora"])
+def test_a_transfer_that_diverges_stops(teacher, stage):
+    config = LinearizeConfig(features="projection", **SHORT | {f"{stage}_lr": 1e38})
+    with pytest.raises(FloatingPointError, match=f"diverged: the loss of update .* of stage '{stage}' is .*{stage}_lr"):
+        linearize(teacher, config=config).transfer(documents(100), config)
+
+
 def test_both_stages_learn(teacher, tmp_path):
     softmax = copy.deepcopy(teacher)
     student = linearize(teacher, config=LinearizeConfig(features="projection"))

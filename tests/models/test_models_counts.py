@@ -56,7 +56,8 @@ def test_size_of_the_hierarchical_model_with_rivals_that_share_queries_and_keys(
 def test_attention_of_each_rival_is_counted_as_its_own():
     names = "flow", "soft", "reformer", "longformer"
     flow, soft, reformer, longformer = (hierarchical(name).attention for name in names)
-    assert flow < soft < reformer < longformer
+    # later stages are shorter than a window of longformer, which is cut to them
+    assert flow < soft < longformer < reformer
     tokens, width, reach = 3136, 96, 256
     # the first stage: a block of C queries meets 3 C keys and the global token, which meets all, once each for the
     # logits and the values

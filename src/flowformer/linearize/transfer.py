@@ -232,6 +232,11 @@ class _Run:
                     group["lr"] = lr * min(1.0, (done + 1e-3) / WARMUP) * (1 + math.cos(math.pi * done)) / 2
                 optimizer.zero_grad()
                 loss, tokens = self._update(name, list(learned.values()))
+                if not math.isfinite(loss):
+                    raise FloatingPointError(
+                        f"the transfer diverged: the loss of update {progress.step + 1} of stage {name!r} is {loss}. "
+                        f'Start again in another folder with a {name}_lr below {lr:g}, or precision="fp32".'
+                    )
                 optimizer.step()
                 recent.append(loss)
                 progress.step += 1
