@@ -104,6 +104,11 @@ class TestOverride:
         config = override(TEXT, assignments)
         assert (config.total_steps(10), config.eval_every) == (30, None)
 
+    @pytest.mark.parametrize("assignments", list(itertools.permutations(["epochs=none", "steps=7"])))
+    def test_steps_instead_of_epochs(self, assignments):
+        config = override(recipes.get("uea/JapaneseVowels"), assignments)
+        assert (config.steps, config.epochs) == (7, None)
+
     def test_a_run_needs_an_end(self):
         with pytest.raises(ValueError, match="pass steps or epochs"):
             override(TEXT, ["steps=none"])

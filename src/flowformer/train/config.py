@@ -221,8 +221,8 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     {'rank': 16}
     """
     # first the attention, which decides the options there are, then the preset, which sets them; epochs before
-    # steps=none, since a run needs an end
-    first = (r"(model\.)?attention=", r"preset=", r"epochs=")
+    # steps=none and steps before epochs=none, since a run needs an end
+    first = (r"(model\.)?attention=", r"preset=", r"(epochs|steps)=(?!(?i:none)$)")
     for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -234,7 +234,7 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
             config = benchmark(config)
     assigned = {assignment.partition("=")[0] for assignment in assignments}
     for key, winner in (("epochs", "steps"), ("eval_epochs", "eval_every")):
-        if key in assigned and getattr(config, winner) is not None:
+        if key in assigned and None not in (getattr(config, key), getattr(config, winner)):
             raise ValueError(
                 f"{key} has no effect beside {winner}={getattr(config, winner)}, which comes first. Pass {winner}=none "
                 f"as well, or {winner} alone."
