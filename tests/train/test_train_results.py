@@ -224,6 +224,14 @@ class TestTable:
         assert score.texts == ["80.00", "paper 80.6, -0.60"]
         assert sizes == [["95.0", "paper 94.9"], ["43.3", "paper 41"], ["6.8", "paper 6.3"]]
 
+    def test_sizes_of_several_models(self, tmp_path):
+        for model, parameters in (("b", 86_567_656), ("l", 304_326_632)):
+            write_run(tmp_path, f"imagenet/vit-{model}", "softmax", parameters=parameters)
+        headings, [(_, cells)] = the(collect([tmp_path]), "imagenet-vit").grid()
+        sizes = dict(zip(headings, cells, strict=True))
+        assert sizes["ViT-B, parameters, M"] == ["86.6", "paper 86"]
+        assert sizes["ViT-L, parameters, M"] == ["304.3", "paper 307"]
+
     def test_deviations_of_the_paper(self, tmp_path):
         write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 60.0, metric="score")
         write_run(tmp_path, "d4rl/hopper-medium", "flow", 0, 50.0, overrides=["version=v5sac"], metric="score")

@@ -99,7 +99,7 @@ class Line:
     Args:
         arithmetic: the overrides that its runs share and that do not change the protocol.
         cells: by the label of their column.
-        figures: besides the score, each as our number and the paper's below it.
+        figures: besides the score, by their headings, each as our number and the paper's below it.
     """
 
     method: Method
@@ -198,12 +198,17 @@ class FilledTable:
         if self.table.methods_across:
             headings = [self.label(line) for line in self.lines]
             return headings, [(name, [cell(line, name) for line in self.lines]) for name in names]
-        extra = [figure for figure in _SIZES if any(figure in line.figures for line in self.lines)]
-        headings = [*names, *(_SIZES[figure] for figure in extra)]
-        return headings, [
+        known = [_heading(self.table, column, figure) for column in self.columns for figure in _SIZES]
+        extra = [heading for heading in known if any(heading in line.figures for line in self.lines)]
+        return [*names, *extra], [
             (self.label(line), [*(cell(line, name) for name in names), *(line.figures.get(each) for each in extra)])
             for line in self.lines
         ]
+
+
+def _heading(table: Table, column: Column, figure: str) -> str:
+    """Of a figure; with the column where there are several, whose models differ in size."""
+    return _SIZES[figure] if len(table.columns) == 1 else f"{column.label}, {_SIZES[figure]}"
 
 
 def _mark(footnote: int) -> str:
@@ -302,8 +307,11 @@ def _line(
         column: _cell(Cell(table, method, column), found[column], comparable) for column in columns if column in found
     }
     average = _average(table, method, filled, columns, comparable)
-    rows = [row for each in found.values() for row in each]
-    figures = _figures(Cell(table, method, columns[0]), rows, comparable)
+    figures = {
+        heading: texts
+        for column in filled
+        for heading, texts in _figures(Cell(table, method, column), found[column], comparable).items()
+    }
     return Line(method, arithmetic, {column.label: x for column, x in filled.items()}, average, figures)
 
 
@@ -334,7 +342,7 @@ def _average(
 
 
 def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[str]]:
-    """Top-5, parameters and multiply-adds, ours and the paper's."""
+    """Top-5, parameters and multiply-adds, ours and the paper's, by their headings."""
     ours = {
         "top5": [row[f"top5_{cell.table.compared}"] for row in rows],
         "parameters": [row["parameters"] and row["parameters"] / 1e6 for row in rows],
@@ -345,7 +353,8 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[st
         values = [value for value in ours.get(figure, []) if value is not None]
         if values:
             paper = cell.paper(figure) if comparable else None
-            shown[figure] = [f"{Score.of(values).mean:.1f}", *([] if paper is None else [f"paper {paper}"])]
+            heading = _heading(cell.table, cell.column, figure)
+            shown[heading] = [f"{Score.of(values).mean:.1f}", *([] if paper is None else [f"paper {paper}"])]
     return shown
 
 
