@@ -498,7 +498,7 @@ def test_half_precision_is_close_or_refused(finished, tmp_path):
     assert losses(tmp_path / "bf16") == pytest.approx(close, rel=2e-2)
     assert losses(tmp_path / "bf16") != pytest.approx(close, rel=1e-6), "it was in another precision"
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="fp16 needs a GPU; on a CPU, pass precision=bf16"):
+        with pytest.raises(ValueError, match="fp16 needs a GPU, both to train and to evaluate; on a CPU, train one"):
             train(replace(CONFIG, precision="fp16"), tmp_path / "fp16", splits=SERIES)
 
 

@@ -34,7 +34,10 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         fsdp_plugin=plugin,
     )
     if config.precision == "fp16" and accelerator.device.type == "cpu":
-        raise ValueError("precision fp16 needs a GPU; on a CPU, pass precision=bf16 or float32.")
+        raise ValueError(
+            "a run in fp16 needs a GPU, both to train and to evaluate; on a CPU, train one with precision=bf16 or "
+            "float32."
+        )
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # accelerate enables FSDP on GPUs only, though FSDP2 runs on CPUs too
         for state in (AcceleratorState, PartialState):
