@@ -261,10 +261,11 @@ class Trainer:
         for part in parts:
             broken += 1 - part.isfinite().all().to(broken)
         if self.accelerator.reduce(broken).item():
+            config = self.config
             raise FloatingPointError(
                 f"the run diverged: at update {self.progress.step} the loss is {loss} and parameters are not finite. "
-                f"Train again in another folder with an optimiser.lr below {self.config.optimiser.lr:g}, a smaller "
-                "optimiser.clip, or in float32."
+                f"Train again in another folder with an optimiser.lr below {config.optimiser.lr:g}"
+                + (", or a smaller optimiser.clip." if config.precision == "float32" else ", or precision=float32.")
             )
 
     def _evaluate_and_keep_best(self) -> dict[str, Any]:
