@@ -60,8 +60,13 @@ def check_kinds(config: Any) -> None:
         value = getattr(config, name)
         if hint is bool and not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}.")
-        if hint is int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        if hint is int and not is_whole(value):
             raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number; a truth value is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_options(owner: str, options: Iterable[str], accepted: Collection[str]) -> None:

@@ -273,6 +273,8 @@ def test_bad_input_is_refused(teacher, tmp_path):
         ({"gain": "no"}, "gain must be true or false, got 'no'"),
         ({"gradient_checkpointing": "False"}, "gradient_checkpointing must be true or false"),
         ({"window": 2.5}, "window must be a whole number, got 2.5"),
+        ({"keep_layers": [0.5]}, r"keep_layers must be whole numbers, such as \(0, 3\), got \[0.5\]"),
+        ({"keep_layers": 3}, "keep_layers must be whole numbers"),
         ({"lora_tokens": "1e6"}, "lora_tokens must be a whole number"),
     ],
 )

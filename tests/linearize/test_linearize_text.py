@@ -7,11 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language import documents
+from language import LLAMA, documents
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from flowformer.linearize.text import NEARBY, PackedRows, PaddedRows, around, framed, language_documents, tokenize
+from flowformer.linearize import LinearizeConfig, linearize
+from flowformer.linearize.text import (
+    NEARBY,
+    PackedRows,
+    PaddedRows,
+    around,
+    framed,
+    language_documents,
+    special_token,
+    tokenize,
+)
+from flowformer.linearize.transfer import make_batches
 
 
 def test_rows_are_packed_documents():
@@ -56,6 +67,30 @@ def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
         tokenize([3], tokenizer, 128)
 
 
+@pytest.mark.parametrize("token", [-1, 17])
+def test_special_tokens_that_the_model_does_not_know_are_refused(token):
+    """A tokenizer may have got another token without the embeddings of the model."""
+    tokenizer = SimpleNamespace(pad_token_id=token)
+    assert special_token(tokenizer, LLAMA, "eos") == 1
+    with pytest.raises(ValueError, match=f"the pad token is {token}, but the model knows 17"):
+        special_token(tokenizer, LLAMA, "pad")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_only_padded_rows_need_a_token_of_padding(architecture):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 1}
+    other = {"opt": {"word_embed_proj_dim": 16, "ffn_dim": 16}, "llama": {"intermediate_size": 16}}[architecture]
+    config = AutoConfig.for_model(architecture, vocab_size=17, pad_token_id=None, **sizes, **other)
+    student = linearize(AutoModelForCausalLM.from_config(config))
+    student.model.config.pad_token_id = 17
+    options = LinearizeConfig(length=8)
+    if architecture == "llama":
+        assert isinstance(make_batches(student, documents(3), options), PackedRows)
+    else:
+        with pytest.raises(ValueError, match="the pad token is 17, but the model knows 17"):
+            make_batches(student, documents(3), options)
+
+
 SPECIALS = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
 
 
@@ -79,13 +114,12 @@ def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template,
     assert text.tolist() == [10, 7, 3, 6]
     rows = PaddedRows([text, text[:1]], 4 + len(before + after), 0, before, after, 0)
     assert [row.tolist() for row in rows.tensors()] == [[*before, *text.tolist(), *after], [*before, 10, *after]]
-    (document,) = language_documents([text], tokenizer, None)
+    (document,) = language_documents([text], tokenizer, LLAMA)
     assert document.tolist() == [*before, *text.tolist(), 2]
-    assert torch.equal(language_documents([document], tokenizer, None)[0], document)
+    assert torch.equal(language_documents([document], tokenizer, LLAMA)[0], document)
 
 
 def test_documents_without_a_tokenizer_end_as_the_config_says():
-    text = torch.tensor([5, 6])
-    assert language_documents([text], None, SimpleNamespace(eos_token_id=3))[0].tolist() == [5, 6, 3]
-    assert language_documents([text], None, SimpleNamespace(eos_token_id=[4, 3]))[0].tolist() == [5, 6, 4]
-    assert language_documents([text], None, SimpleNamespace(eos_token_id=None))[0].tolist() == [5, 6]
+    for end, expected in ((3, [3]), ([4, 3], [4]), (None, [])):
+        config = LlamaConfig(vocab_size=17, eos_token_id=end)
+        assert language_documents([torch.tensor([5, 6])], None, config)[0].tolist() == [5, 6, *expected]

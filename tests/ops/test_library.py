@@ -212,6 +212,12 @@ class TestCompile:
             result.sum().backward()
         assert counter.frame_count == 1
 
+    def test_every_size_may_vary(self):
+        compiled = torch.compile(flow_attention, backend="eager", fullgraph=True, dynamic=True)
+        for dim in (6, 9, 16):
+            inputs = torch.randn(3, 2, 3, 5, dim)
+            close(compiled(*inputs), flow_attention(*inputs))
+
     def test_one_graph_for_every_mask(self):
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(

@@ -60,7 +60,14 @@ def special_token(tokenizer: Any, config: Any, name: str) -> int | None:
     """A token such as "eos", of the tokenizer or else of the config of the model."""
     found = [getattr(owner, f"{name}_token_id", None) for owner in (tokenizer, config)]
     found = [token[0] if isinstance(token, list) and token else token for token in found]  # a config may have several
-    return next((token for token in found if isinstance(token, int)), None)
+    token = next((token for token in found if isinstance(token, int)), None)
+    words = config.get_text_config().vocab_size
+    if token is not None and not 0 <= token < words:
+        raise ValueError(
+            f"the {name} token is {token}, but the model knows {words}, from 0 on. Pass the model's own tokenizer, "
+            f"correct {name}_token_id, or resize the embeddings of the model."
+        )
+    return token
 
 
 def around(tokenizer: Any) -> tuple[list[int], list[int]]:

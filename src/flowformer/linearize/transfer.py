@@ -114,14 +114,14 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
     tokenizer, model_config = student.tokenizer, student.model.config
+    before, after = ([], []) if student.is_language_model else around(tokenizer)
+    if student.is_language_model:
+        documents = language_documents(documents, tokenizer, model_config)
+        if Pair(student, config).keeps_apart():
+            return PackedRows(documents, config.length, config.seed)
+        documents = [piece for document in documents for piece in document.split(config.length)]
     pad = special_token(tokenizer, model_config, "pad") or 0
-    if not student.is_language_model:
-        return PaddedRows(documents, config.length, pad, *around(tokenizer), config.seed)
-    documents = language_documents(documents, tokenizer, model_config)
-    if Pair(student, config).keeps_apart():
-        return PackedRows(documents, config.length, config.seed)
-    pieces = [piece for document in documents for piece in document.split(config.length)]
-    return PaddedRows(pieces, config.length, pad, [], [], config.seed)
+    return PaddedRows(documents, config.length, pad, before, after, config.seed)
 
 
 class _Run:

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, H_kv key heads, N tokens, D features, E values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..._utils import check_kinds, check_literals, check_options
+from ..._utils import check_kinds, check_literals, check_options, is_whole
 from ...ops import FlowVariant, checks
 
 Features = Literal["none", "projection", "hedgehog"]
@@ -47,6 +48,8 @@ class Exchange:
         check_kinds(self)
         variant = FlowVariant(**self.variant) if isinstance(self.variant, dict) else checks.variant(self.variant)
         object.__setattr__(self, "variant", variant)
+        if not isinstance(self.keep_layers, Iterable) or not all(map(is_whole, self.keep_layers)):
+            raise ValueError(f"keep_layers must be whole numbers, such as (0, 3), got {self.keep_layers!r}.")
         object.__setattr__(self, "keep_layers", tuple(sorted({int(index) for index in self.keep_layers})))
         if self.powers and not variant.renormalize:
             raise ValueError(f"powers=True needs a variant with renormalize=True, got {variant}. Pass powers=False.")

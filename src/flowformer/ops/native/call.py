@@ -81,7 +81,8 @@ def run(
 
 def is_narrow(dtype: torch.dtype, dim: int, value_dim: int) -> bool:
     """Whether rows of sums fit into 32 bytes: in vectors of 64 bytes half of the work would be wasted."""
-    return max(dim, value_dim) <= (4 if dtype == torch.float64 else 8)
+    most = 4 if dtype == torch.float64 else 8
+    return all(each <= most for each in (dim, value_dim))  # Dynamo decides it while tracing, as it does not by max
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
