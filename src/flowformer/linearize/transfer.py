@@ -235,7 +235,8 @@ class _Run:
                 if not math.isfinite(loss):
                     raise FloatingPointError(
                         f"the transfer diverged: the loss of update {progress.step + 1} of stage {name!r} is {loss}. "
-                        f'Start again in another folder with a {name}_lr below {lr:g}, or precision="fp32".'
+                        f"Start again in another folder with a {name}_lr below {lr:g}"
+                        + ("." if self.config.precision == "fp32" else ', or precision="fp32".')
                     )
                 optimizer.step()
                 recent.append(loss)
