@@ -45,6 +45,18 @@ def losses(folder):
     return [each["loss"] for each in record.read_log(folder) if each["kind"] == "train"]
 
 
+class StopError(Exception):
+    pass
+
+
+def stop_after(step):
+    def report(event):
+        if event["kind"] == "step" and event["step"] == step:
+            raise StopError
+
+    return report
+
+
 def random_cases(task):
     """A tiny dataset of the form of a task, a model for it, and what the data says of itself."""
     g = torch.Generator().manual_seed(0)
