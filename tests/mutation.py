@@ -97,7 +97,7 @@ FAULTS = [
     fault("nn/attention.py", "past = None if state is None else state.count", "past = None", "nn/test_nn_attention.py"),
     fault("nn/matrix.py", "q, k = module._rotated(q, k, query, key, key_mask, None)", "pass",
           "nn/test_nn_matrix.py::test_is_that_of_the_module_with_all_its_options"),
-    fault("nn/transformer.py", "variant=sinks_apart(variant)", "variant=variant", "nn/test_nn_transformer.py"),
+    fault("nn/transformer.py", "variant=independent_sinks(variant)", "variant=variant", "nn/test_nn_transformer.py"),
     fault("nn/transformer.py", "else norm(x + branch(x))", "else x + norm(branch(x))", "nn/test_nn_transformer.py"),
     fault("nn/multihead.py", "(is_causal or not self._is_cross_attention(query, key, value))", "is_causal",
           "nn/test_nn_multihead.py"),

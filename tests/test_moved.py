@@ -35,6 +35,7 @@ MOVED = {
     "flowformer.integrations.aeon.FlowformerClassifier": "flowformer.integrations.aeon.FlowformerTimeSeriesClassifier",
     "flowformer.integrations.aeon.FlowformerRegressor": "flowformer.integrations.aeon.FlowformerTimeSeriesRegressor",
     "flowformer.integrations.timm.FlowAttention": "flowformer.integrations.timm.TimmFlowAttention",
+    "flowformer.nn.sinks_apart": "flowformer.nn.independent_sinks",
     **{
         f"flowformer.integrations.timm.{model}": f"flowformer.integrations.timm.flowformer.{model}"
         for model in (
@@ -71,7 +72,7 @@ STAYED = {
     "flowformer.models.vision": "FlowformerVision VisionConfig",
     "flowformer.nn": "FeedForward FlowAttention FlowDecoder FlowDecoderLayer FlowEncoder FlowEncoderLayer "
     "FlowMultiheadAttention LearnedPositions RivalAttention SinusoidalPositions build_attention is_flow record_maps "
-    "replace_attention sinks_apart token_positions",
+    "replace_attention token_positions",
     "flowformer.ops": "FlowMaps FlowState FlowVariant explain flow_attention flow_attention_recurrent "
     "flow_attention_varlen flow_maps reference",
     "flowformer.viz": "over_images over_time speed_bars speed_curves speed_figure training_curves",

@@ -11,7 +11,7 @@ from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
-from flowformer.nn import RivalAttention, build_attention, record_maps, sinks_apart
+from flowformer.nn import RivalAttention, build_attention, independent_sinks, record_maps
 from flowformer.ops.variant import ABLATIONS
 
 WIDTH, HEADS = 12, 3
@@ -149,9 +149,9 @@ def test_new_state_fits_the_module(dtype, kept):
     assert (result.dtype, after.dtype, after.count.tolist()) == (dtype, kept, [7] * 4)
 
 
-def test_sinks_apart_hides_the_other_queries():
+def test_independent_sinks_hides_the_other_queries():
     query, memory = tokens(), tokens(length=4)
-    apart, together = build(variant=sinks_apart("rl")), build(variant="rl")
+    apart, together = build(variant=independent_sinks("rl")), build(variant="rl")
     assert apart.variant == FlowVariant(competition="none", allocation="none", clamp=10.0)
     torch.testing.assert_close(apart(query, memory)[:, :3], apart(query[:, :3], memory), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(together(query, memory)[:, :3], together(query[:, :3], memory), atol=1e-4)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from flowformer import FlowMultiheadAttention
-from flowformer.nn import sinks_apart
+from flowformer.nn import independent_sinks
 
 WIDTH, HEADS = 12, 4
 BUILDS = {
@@ -270,7 +270,7 @@ def test_a_memory_as_long_as_the_query_needs_a_word():
     assert module(query, memory, memory)[0].shape == query.shape
     with pytest.raises(ValueError, match=r"a key of 9 tokens each.*cross_attention=False.*cross_attention=True"):
         module(query, memory, memory, key_padding_mask=mask)
-    module = build(variant=sinks_apart())
+    module = build(variant=independent_sinks())
     result, _ = module(query, memory, memory, key_padding_mask=mask)
     alone, _ = module(query[1:], memory[1:, :5], memory[1:, :5])
     torch.testing.assert_close(result[1:], alone, rtol=1e-11, atol=1e-12)

@@ -12,7 +12,7 @@ from helpers import randomized
 from torch import Tensor, nn
 
 from flowformer import FlowMultiheadAttention, FlowVariant
-from flowformer.nn import sinks_apart
+from flowformer.nn import independent_sinks
 
 WIDTH, HEADS = 12, 4
 
@@ -187,7 +187,7 @@ def test_a_compiled_encoder_takes_the_causal_mask(hint):
 @torch.no_grad()
 def test_a_decoder_layer_runs_flow(kernels, padded):
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True, dtype=torch.float64)
-    layer.self_attn, layer.multihead_attn = build(), build(variant=sinks_apart())
+    layer.self_attn, layer.multihead_attn = build(), build(variant=independent_sinks())
     layer, x, memory = randomized(layer, 0.5), tokens(6), tokens()
     masks = [None, None]
     if padded:

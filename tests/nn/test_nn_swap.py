@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from flowformer import FlowMultiheadAttention, FlowVariant, replace_attention
-from flowformer.nn import sinks_apart
+from flowformer.nn import independent_sinks
 
 WIDTH, HEADS = 12, 4
 
@@ -204,7 +204,7 @@ def test_a_transformer_decodes_without_seeing_the_future():
     torch.testing.assert_close(run(target[:, :4]), run(target)[:, :4], rtol=1e-11, atol=1e-11)
     for layer in model.decoder.layers:
         assert layer.self_attn.variant == FlowVariant.named("rl")
-        assert layer.multihead_attn.variant == sinks_apart("rl")
+        assert layer.multihead_attn.variant == independent_sinks("rl")
     assert all(layer.self_attn.variant == FlowVariant.named("rl") for layer in model.encoder.layers)
 
 

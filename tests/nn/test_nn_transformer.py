@@ -20,7 +20,7 @@ from flowformer.nn import (
     FlowEncoderLayer,
     LearnedPositions,
     SinusoidalPositions,
-    sinks_apart,
+    independent_sinks,
     token_positions,
 )
 
@@ -145,7 +145,7 @@ def test_a_decoder_does_not_see_the_future(norm_first, memory_dim, variant):
 def test_cross_attention_keeps_the_rest_of_the_variant():
     layer = FlowDecoderLayer(WIDTH, HEADS, memory_dim=MEMORY, variant=FlowVariant(feature_map="relu", eps=1e-3))
     assert layer.attention.variant == FlowVariant(feature_map="relu", eps=1e-3)
-    assert layer.cross_attention.variant == sinks_apart(FlowVariant(feature_map="relu", eps=1e-3))
+    assert layer.cross_attention.variant == independent_sinks(FlowVariant(feature_map="relu", eps=1e-3))
 
 
 @NORMS

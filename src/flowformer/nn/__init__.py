@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .._utils import moved
+
 if TYPE_CHECKING:
-    from .attention import FlowAttention, RivalAttention, build_attention, is_flow, record_maps, sinks_apart
+    from .attention import FlowAttention, RivalAttention, build_attention, independent_sinks, is_flow, record_maps
     from .matrix import Degeneracy, MatrixMaps, matrix_maps, record_matrices
     from .multihead import FlowMultiheadAttention
     from .positions import FairseqPositions, LearnedPositions, RotaryPositions, SinusoidalPositions, token_positions
@@ -18,9 +20,9 @@ _HOMES = {
         "FlowAttention",
         "RivalAttention",
         "build_attention",
+        "independent_sinks",
         "is_flow",
         "record_maps",
-        "sinks_apart",
     ),
     "matrix": (
         "Degeneracy",
@@ -61,20 +63,21 @@ __all__ = [
     "RotaryPositions",
     "SinusoidalPositions",
     "build_attention",
+    "independent_sinks",
     "is_flow",
     "matrix_maps",
     "record_maps",
     "record_matrices",
     "replace_attention",
-    "sinks_apart",
     "token_positions",
 ]
+_renamed = moved(__name__, {"sinks_apart": f"{__name__}.independent_sinks"})
 
 
 def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _renamed(name)
     globals()[name] = value = getattr(importlib.import_module(f".{home}", __name__), name)
     return value
 

@@ -446,13 +446,13 @@ def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
             module._recorded = recorded
 
 
-def sinks_apart(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
+def independent_sinks(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
     """The variant in which a sink's result does not depend on the other sinks: no competition and no allocation.
 
     Both come from flows summed over all sinks, future ones included. What is left, R = (φ(Q)/I) (φ(K)ᵀ V), is the form
     that an autoregressive decoder can use for cross-attention to a memory.
 
-    >>> sinks_apart("rl").competition
+    >>> independent_sinks("rl").competition
     'none'
     """
     return replace(checks.variant(variant), competition="none", allocation="none")

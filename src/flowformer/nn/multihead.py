@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops import FlowVariant, checks, flow_attention, flow_attention_varlen, reference
 from ..ops.common import without_autocast
 from ..ops.nested import Sequences, check_same_lengths
-from .attention import check_tokens, sinks_apart, split_heads
+from .attention import check_tokens, independent_sinks, split_heads
 from .masks import is_causal_mask, kept_tokens
 
 _DEFAULT = FlowVariant()
@@ -30,7 +30,7 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     - `add_bias_kv` and `add_zero_attn` add sources that every query sees; they need is_causal=False.
     - Competition and allocation are sums over all queries, so without is_causal a result depends on the other
       queries, also in cross-attention. Where a query must not see those after it, as in a decoder that attends to a
-      memory, use `variant=sinks_apart(variant)`; `replace_attention` does so in nn.TransformerDecoderLayer.
+      memory, use `variant=independent_sinks(variant)`; `replace_attention` does so in nn.TransformerDecoderLayer.
 
     The arguments of `torch.nn.MultiheadAttention`, and:
 
@@ -206,7 +206,7 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
             return False
         # one memory as key and value, and another query. Where sinks do not depend on one another, as in a decoder, a
         # query that is left out changes nothing but its own result
-        if self.variant == sinks_apart(self.variant):
+        if self.variant == independent_sinks(self.variant):
             return True
         raise ValueError(
             f"got a query and a key of {key.shape[length]} tokens each with a key_padding_mask, and the key is the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..ops import FlowVariant
-from .attention import sinks_apart
+from .attention import independent_sinks
 from .multihead import FlowMultiheadAttention
 
 _DEFAULT = FlowVariant()
@@ -15,9 +15,10 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
     """Swap every `torch.nn.MultiheadAttention` of a model in place for `FlowMultiheadAttention`, weights kept.
 
     The parameters stay the same objects, so optimisers, tied weights and state dicts go on working. Hooks on the old
-    modules are not carried over. In an nn.TransformerDecoderLayer the cross-attention gets `sinks_apart(variant)`, so
-    that no token sees those after it, and nn.TransformerEncoder stops making nested tensors. Where another module
-    attends to a memory that may be as long as its queries, set `cross_attention = True` on what replaced it.
+    modules are not carried over. In an nn.TransformerDecoderLayer the cross-attention gets
+    `independent_sinks(variant)`, so that no token sees those after it, and nn.TransformerEncoder stops making nested
+    tensors. Where another module attends to a memory that may be as long as its queries, set `cross_attention = True`
+    on its replacement.
 
     Args:
         model: any module. Its weights are kept; fine-tune afterwards, since this is a different function from softmax
@@ -70,7 +71,7 @@ def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str, is_cros
         vdim=old.vdim,
         batch_first=old.batch_first,
         device="meta",
-        variant=sinks_apart(variant) if is_cross else variant,
+        variant=independent_sinks(variant) if is_cross else variant,
         cross_attention=is_cross or None,
     )
     for name, parameter in old.named_parameters(recurse=False):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FlowState, FlowVariant
-from .attention import FlowAttention, RivalAttention, build_attention, sinks_apart
+from .attention import FlowAttention, RivalAttention, build_attention, independent_sinks
 
 _DEFAULT = FlowVariant()
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -166,8 +166,8 @@ class FlowEncoderLayer(_Layer):
 class FlowDecoderLayer(_Layer):
     """A transformer layer whose tokens see themselves, the past and, if there is one, a memory.
 
-    Cross-attention to the memory goes without competition and allocation (`sinks_apart`): both are summed over all
-    queries and would show a token those after it.
+    Cross-attention to the memory has no competition and no allocation (`independent_sinks`): both are sums over all
+    queries, so a token would see later ones.
 
     Args:
         memory_dim: width of the memory to attend to; None builds no cross-attention.
@@ -205,7 +205,7 @@ class FlowDecoderLayer(_Layer):
                 head_dim=own.head_dim,
                 bias=own.v_proj.bias is not None,
                 dropout=own.dropout.p,
-                variant=sinks_apart(variant),
+                variant=independent_sinks(variant),
                 max_length=options.get("max_length"),
                 attention_options=options.get("attention_options"),
                 **factory,
