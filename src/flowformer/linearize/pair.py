@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
@@ -24,6 +23,7 @@ from ..integrations.transformers.linearized_heads import FlowHeads
 from ..integrations.transformers.served import is_flow, parts_of
 from ..integrations.transformers.softmax import softmax_attention
 from .config import LinearizeConfig
+from .divergence import kl_divergence
 
 if TYPE_CHECKING:
     from .student import Student
@@ -151,17 +151,14 @@ class Pair:
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """How far the student is from the teacher: KL per token, or the relative error of hidden states."""
-        taught, learned = self.taught(batch).float(), self.learned(batch).float()
+        taught, learned = self.taught(batch), self.learned(batch)
         mask = batch.get("attention_mask")
         if mask is not None and taught.dim() == 3:
             mask = mask.to(taught.device).bool()
             taught, learned = taught[mask], learned[mask]
         if getattr(self.model, "get_output_embeddings", lambda: None)() is not None:
-            words = taught.shape[-1]
-            taught, learned = (x.reshape(-1, words).log_softmax(-1) for x in (taught, learned))
-            return F.kl_div(learned, taught, reduction="batchmean", log_target=True)
-        width = taught.shape[-1]
-        taught, learned = taught.reshape(-1, width), learned.reshape(-1, width)
+            return kl_divergence(learned.flatten(0, -2), taught.flatten(0, -2))
+        taught, learned = (x.float().flatten(0, -2) for x in (taught, learned))
         return (taught - learned).square().sum() / (taught - taught.mean(0)).square().sum()
 
     def add_lora(self, rank: int, layers: str, seed: int = 0) -> None:
