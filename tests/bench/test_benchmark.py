@@ -167,6 +167,13 @@ class TestLra:
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert "64 tokens" in capsys.readouterr().out
 
+    def test_softmax_attention_drops_no_weights(self):
+        model = lra.build("softmax", 32, lra.parse(cheap())).train()
+        found = [module for module in model.modules() if isinstance(module, SoftmaxAttention)]
+        assert found
+        assert all(module.weight_dropout == 0 for module in found), "torch has no fused CPU kernel with dropout"
+        assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+
     def test_every_attention_of_the_paper_is_there(self):
         names = lra.attentions()
         assert names[0] == "softmax"
