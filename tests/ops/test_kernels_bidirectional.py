@@ -333,6 +333,16 @@ def test_strides_are_taken_as_they_are():
     assert run(query, key, value).is_contiguous()
 
 
+def test_negated_view():
+    """Its memory has the opposite sign."""
+    query, key, value = random_inputs(dim=1, value_dim=1, dtype=torch.float32, device=DEVICE)
+    negated = value.mul(1j).conj().imag
+    assert negated.is_neg()
+    options = Options(1.0, DEFAULT)
+    truth = kernels.bidirectional(query, key, negated.resolve_neg(), (None, None), options)
+    assert torch.equal(kernels.bidirectional(query, key, negated, (None, None), options), truth)
+
+
 def test_gradient_of_a_sum():
     leaves = [x.requires_grad_() for x in inputs(dim=4)]
     expanded = torch.autograd.grad(run(*leaves).sum(), leaves)

@@ -187,10 +187,13 @@ class TestCorners:
         for x, y in zip(ours, truth, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
-    def test_negated_view(self, is_causal):
+    @pytest.mark.parametrize("step", [2, 1])
+    def test_negated_view(self, is_causal, step):
         """Its memory has the opposite sign."""
         inputs = [x.mul(1j).conj().imag for x in random_inputs(dim=1, value_dim=1)]
-        assert inputs[0].is_neg()
+        if step == 1:
+            inputs = [x[..., 0].unsqueeze(-1) for x in inputs]
+        assert inputs[0].is_neg() and inputs[0].stride(-1) == step
         truth = native(*(x.resolve_neg() for x in inputs), is_causal=is_causal)
         assert torch.equal(native(*inputs, is_causal=is_causal), truth)
 

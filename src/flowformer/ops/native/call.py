@@ -92,6 +92,7 @@ def padded(size: int, dtype: torch.dtype) -> int:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """x, or a copy whose features are contiguous."""
-    # a lazily negated view, whose memory has the opposite sign, is the imaginary part of every other number
-    return x if x.stride(-1) == 1 else x.resolve_neg().contiguous()
+    """x, or a copy if its features are not contiguous or its memory has the opposite sign (`torch.Tensor.is_neg`)."""
+    # Dynamo does not trace is_neg; in a compiled graph, torch's dispatcher resolves negated views
+    is_negated = not torch.compiler.is_compiling() and x.is_neg()
+    return x if x.stride(-1) == 1 and not is_negated else x.resolve_neg().contiguous()
