@@ -279,6 +279,15 @@ def test_packed_refuses_bounds_that_make_no_sense(bounds, longest, message):
         kernels.packed(*given, (bounds, bounds, longest, longest), Options(1.0, DEFAULT))
 
 
+def test_packed_looks_at_bounds_that_replace_deleted_ones():
+    """A new tensor may get the id of a deleted one."""
+    bounds = torch.tensor([0, 2, 4])
+    for _ in range(20):
+        packed_bounds.check_bounds(4, 4, (bounds, torch.tensor([0, 2, 4]), 2, 2), False)
+        with pytest.raises(ValueError, match="must not decrease"):
+            packed_bounds.check_bounds(4, 4, (bounds, torch.tensor([0, 2, 1]), 2, 2), False)
+
+
 def test_packed_looks_at_bounds_again_if_they_change(monkeypatch):
     looks = []
     found = packed_bounds.starts_and_lengths

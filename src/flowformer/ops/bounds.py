@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 Bounds = Tensor | None  # (B + 1,), 0 and where each sequence ends; None where sequences are not packed
@@ -69,7 +69,8 @@ def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bo
     return of_sinks, of_sources
 
 
-_checked: MutableMapping[Tensor, tuple[object, ...]] = WeakTensorKeyDictionary()
+# by cu_seqlens_q: the cu_seqlens_k that it was checked with, and the rest of the arguments
+_checked: MutableMapping[Tensor, tuple[TensorWeakRef, tuple[object, ...]]] = WeakTensorKeyDictionary()
 
 
 def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> None:
@@ -86,10 +87,12 @@ def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) ->
         if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference()
         else (cu_seqlens_q._version, cu_seqlens_k._version)
     )
-    call = versions, id(cu_seqlens_k), sinks, sources, *lengths[2:], is_causal
-    if versions is None or _checked.get(cu_seqlens_q) != call:
+    arguments = versions, sinks, sources, *lengths[2:], is_causal
+    checked = _checked.get(cu_seqlens_q)
+    is_checked = checked is not None and checked[0]() is cu_seqlens_k and checked[1] == arguments
+    if versions is None or not is_checked:
         starts_and_lengths(sinks, sources, lengths, is_causal)
-        _checked[cu_seqlens_q] = call
+        _checked[cu_seqlens_q] = TensorWeakRef(cu_seqlens_k), arguments
 
 
 def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> Spans:
