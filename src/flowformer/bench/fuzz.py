@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -78,7 +79,8 @@ class Summary:
         self.verdicts[record["backend"], record["kind"], record["verdict"]] += 1
         for name, error in record.get("errors", {}).items():
             key = record["backend"], json.loads(record["case"])["dtype"], name
-            if not error["ratio"] <= self.worst.get(key, (-1.0, ""))[0]:
+            largest, _ = self.worst.get(key, (-1.0, ""))
+            if not (math.isnan(largest) or error["ratio"] <= largest):  # NaN is worse than every number
                 self.worst[key] = error["ratio"], record["case"]
         if record["verdict"] in FAILURES:
             self.failures += 1
