@@ -193,7 +193,8 @@ class TestCorners:
         inputs = [x.mul(1j).conj().imag for x in random_inputs(dim=1, value_dim=1)]
         if step == 1:
             inputs = [x[..., 0].unsqueeze(-1) for x in inputs]
-        assert inputs[0].is_neg() and inputs[0].stride(-1) == step
+        assert inputs[0].is_neg()
+        assert inputs[0].stride(-1) == step
         truth = native(*(x.resolve_neg() for x in inputs), is_causal=is_causal)
         assert torch.equal(native(*inputs, is_causal=is_causal), truth)
 

@@ -32,7 +32,7 @@ def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -
 
 
 class Part(NamedTuple):
-    """This rank's tokens, and how to read them."""
+    """This rank's inputs, with methods that read a block of heads and allocate intermediates."""
 
     query: Tensor
     key: Tensor
@@ -175,7 +175,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
 
 
 def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, with the equations of `torch/bidirectional.py`."""
+    """The gradients of query, key and value, by the equations of `torch/bidirectional.py`."""
     variant, eps = part.options.variant, part.options.variant.eps
     n, m = f.counts.split(1, -1)
     received = f.allocation * f.inverse_incoming
@@ -259,11 +259,12 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
 
 
 def _received_grad(grad: Tensor, received: Tensor, part: Part, block: HeadBlock) -> Tensor:
+    """dR α/I of a block of heads, (G, N, E)."""
     return valid_values(block.sinks(grad), block.mask(part.query_mask)) * block.sinks(received)[..., None]
 
 
 def _log_sum(flow: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The flow with the lowest finite number where masked, and log Σ exp(flow), finite even without tokens."""
+    """The flow, with the lowest finite number where masked, and log Σ exp(flow), finite even without tokens."""
     lowest = torch.finfo(flow.dtype).min
     if mask is not None:
         flow = flow.masked_fill(~mask[:, None], lowest)

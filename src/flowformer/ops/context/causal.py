@@ -24,8 +24,8 @@ from ..torch.head_blocks import head_blocks
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]
-# Every level has gradients of all tokens, which are summed. Processing heads in groups limits the memory to the
-# gradients of one group beside the sums.
+# Every level runs over all tokens, and autograd adds up the gradients of the levels. With groups of heads, only the
+# gradients of one group are held in addition to the sums.
 HEAD_GROUPS = 4
 
 
@@ -41,14 +41,15 @@ def attend(
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
-        state: before the first token of the first rank, the same on every rank; None is an empty state.
-        options: the gradient of the powers is this rank's share.
-        with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
+        state: the state before the first token of the first rank, equal on every rank; None is an empty state.
+        options: if it has powers, their gradient is this rank's term of the sum over ranks.
+        with_end: whether to return the last state; otherwise () is returned, and its gradient is not exchanged.
         recurrent: the backend's recurrent function.
     """
     (query, key, value), variant = inputs, options.variant
     if query.shape[2] == 0 and not variant.has_operator:
-        # without tokens plain operators build no graph, but the other ranks wait for this rank's backward pass
+        # without tokens, plain operators build no autograd graph, but the other ranks wait for this rank's backward
+        # pass: compute one masked token
         padded = F.pad(query, (0, 0, 0, 1)), F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
         result, end = attend(padded, mask, state, options, exchange, with_end, recurrent)
@@ -59,7 +60,7 @@ def attend(
     key_heads = key.shape[1]
 
     def split_heads(x: Tensor) -> tuple[Tensor, ...]:
-        """Groups of heads (B, H or H_kv, ...); query heads stay with the key head that they share."""
+        """Split (B, H or H_kv, ...) into groups of heads; query heads stay with the key head that they share."""
         groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
         return groups
 
@@ -69,6 +70,7 @@ def attend(
     powers = [None for _ in keys] if options.powers is None else split_heads(options.powers)
 
     def before(x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
+        """start plus the sum of x over earlier ranks, and start plus the sum over all ranks."""
         prefix, total = _Before.apply(x, exchange, with_end, constants)
         return start + prefix, start + total
 
@@ -171,7 +173,9 @@ def _feature_sum_gradient(grad: Tensor, x: Tensor, mask: Mask, options: Options)
 class _Before(torch.autograd.Function):
     """The sum of x over earlier ranks, and over all ranks; the gradient is summed over later ranks.
 
-    The last `constants` numbers have no gradient.
+    Args:
+        with_total: if False, the sum over all ranks is not needed, and zeros are returned in its place.
+        constants: how many numbers at the end of the last axis have no gradient.
     """
 
     @staticmethod
@@ -193,7 +197,7 @@ def _before_gradient(
 
 
 class _LogBefore(torch.autograd.Function):
-    """log Σ exp of `first` and of x of earlier ranks, and over all ranks."""
+    """log(exp(first) + Σ exp(x)) with Σ over earlier ranks, and with Σ over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:

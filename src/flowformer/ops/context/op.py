@@ -23,12 +23,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _not_compiled(function: _F) -> _F:
-    """Excludes a function from torch.compile: the exchanges read results on the host, which breaks the graph anyway."""
+    """Exclude a function from torch.compile: the exchanges read results on the host, which breaks the graph anyway."""
     return cast(_F, torch.compiler.disable(function))
 
 
 class Arguments(NamedTuple):
-    """What all calls take, before any check: the ranks must be told of a refusal."""
+    """The arguments that all calls share. They are checked here, so that all ranks learn of an error on one of them."""
 
     scale: float | None
     enable_gqa: bool
@@ -118,7 +118,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causa
 
 
 def _bidirectional(backend: backends.Backend, options: Options) -> Callable[..., Tensor]:
-    """The function that computes this rank's part; all backends but "triton" use that of "torch"."""
+    """The function that computes this rank's part: kernels for "triton", plain torch for all other backends."""
     if backend.name == "triton":
         from ..triton.bidirectional import cut
 
@@ -127,7 +127,7 @@ def _bidirectional(backend: backends.Backend, options: Options) -> Callable[...,
 
 
 def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
-    """The function that computes this rank's part and, if needed, the last state."""
+    """The function that computes this rank's part and, if requested, the last state."""
     if backend.name == "triton":
         from ..triton.causal import cut
 
@@ -136,7 +136,7 @@ def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
-    """The packed tokens of the chosen sequences."""
+    """The indices of the packed tokens of the chosen sequences."""
     ranges = [torch.arange(starts[i], starts[i] + lengths[i], device=x.device) for i in chosen]
     return torch.cat([torch.arange(0, device=x.device), *ranges])
 
@@ -146,7 +146,7 @@ def _bounds(lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
 
 
 def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> PaddedSequences:
-    """The chosen sequences as padded rows; there may be none."""
+    """The chosen sequences as padded rows; unlike `PaddedSequences.of`, also for an empty list."""
     start, length = (
         torch.tensor([each[i] for i in chosen], dtype=torch.long, device=x.device)[:, None]
         for each in (starts, lengths)
@@ -158,7 +158,7 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
 
 @contextmanager
 def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
-    """Tells the other ranks if this one refuses its arguments; otherwise they would wait for it."""
+    """Announce an error in this rank's arguments to the other ranks, which would otherwise wait for this rank."""
     ranks = process_group(group)
     try:
         yield ranks
@@ -178,6 +178,7 @@ def _check_same_call(
     options: Options,
     *rest: str,
 ) -> None:
+    """Raise on every rank if the calls of the ranks differ in more than their lengths."""
     grad = torch.is_grad_enabled()
     tensors = ", ".join(
         f"{name} of {x.shape[1]} heads of width {x.shape[-1]}{' that needs a gradient' * (grad and x.requires_grad)}"
