@@ -1,7 +1,7 @@
-// A head with few tokens, computed by its flow matrix P = q kᵀ.
+// A head with few tokens, computed with its flow matrix P = q kᵀ.
 //
-// Flows are sums over rows and columns of P, and the result is P (c V): fewer steps than by S = Σ kᵀ c V, which is a
-// product of all features with all values. With x = Σ_c x_c, what ε adds to the flows is
+// Flows are sums over rows and columns of P, and the result is α/I P (c V). With few tokens this takes fewer operations
+// than S = Σ kᵀ c V, which has D × E numbers. Below, q_i and k_j outside of P denote sums over the features of a token:
 //
 //     I_i = Σ_j P_ij + ε (q_i + Σ_j k_j) + D ε²           O_j = Σ_i P_ij + ε (k_j + Σ_i q_i) + D ε²
 //     Î_i = Σ_j P_ij/O_j + ε (q_i + Σ_j k_j/O_j) + D ε²   Ô_j = Σ_i P_ij/I_i + ε (k_j + Σ_i q_i/I_i) + D ε²
@@ -24,6 +24,7 @@ template <class T> struct Short {
     explicit Short(const Call& call)
         : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)) {}
 
+    // whether the head is short enough: the flow matrix must take fewer operations than S
     bool takes(const Head& h) const {
         const int64_t length = std::max(h.sinks.size, h.sources.size);
         return h.sinks.size > 0 && length <= BLOCK && 2 * length * (D + E) <= 3 * D * E;
@@ -34,7 +35,7 @@ template <class T> struct Short {
         return BLOCK * (3 * D + 2 * E + std::max(D, E) + BLOCK + NUMBERS);
     }
 
-    // one number of each token, 0 beyond the last
+    // arrays in `Space` of one number per token, 0 after the last token
     enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, TAKEN, FACTOR, COMPETITION, NORM, NUMBERS };
 
     struct Space {
@@ -56,7 +57,7 @@ template <class T> struct Short {
         A* operator[](int name) const { return numbers + name * BLOCK; }
     };
 
-    // x yᵀ of the sinks' rows x and the sources' rows y
+    // x yᵀ, for rows x of the sinks and y of the sources
     void multiply(const Head& h, const A* x, A* y, int64_t width, int64_t length, A* turned, A* result) const {
         const int64_t columns = padded(h.sources.size, LANES<A>);
         std::fill_n(y + h.sources.size * width, (columns - h.sources.size) * width, A(0));
@@ -70,13 +71,14 @@ template <class T> struct Short {
         return sum;
     }
 
-    // adds what a flow has beside the sum of P, from the sums of features on its own side and on the other
+    // Add the terms with ε to a flow that so far is a sum of P. `own`: sum of features of each token; `other`: sum of
+    // features of all tokens on the other side
     void add_rest(int64_t size, A* flow, const A* own, A other) const {
         const A eps = A(call.eps), rest = eps * (other + A(call.dim) * eps) + A(call.flow_eps);
         for (int64_t i = 0; i < size; i++) flow[i] += eps * own[i] + rest;
     }
 
-    // the features and their sums
+    // load the features, and sum those of each token
     void load_features(const Head& h, const Space& s) const {
         h.queries(features, 0, h.sinks.size, s.q);
         h.keys(features, 0, h.sources.size, s.k);
@@ -84,7 +86,7 @@ template <class T> struct Short {
         sum_rows(h.sources.size, D, s.k, s[KEY]);
     }
 
-    // adds Ô to zeros
+    // Ô; `flow` must be zeroed
     void conserved_outgoing(const Head& h, const Space& s, const A* inverse_incoming, A* flow) const {
         const int64_t n = h.sinks.size, m = h.sources.size;
         add_weighted(n, padded(m, LANES<A>), inverse_incoming, h.record, flow);
@@ -136,9 +138,9 @@ template <class T> struct Short {
         h.write_result(0, n, s.rows, E);
     }
 
-    // With W_ij the gradient of P_ij by way of the result, all of it is
+    // With W_ij the gradient of P_ij through the result, the whole gradient is
     //     dP_ij = W_ij + dI_i + dO_j + dÎ_i/O_j + dÔ_j/I_i
-    // and, if renormalised, dω_i c_j.
+    // plus dω_i c_j if renormalised.
     void backward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
         const Space s(D, E, space);
