@@ -1,7 +1,7 @@
 """Random calls of Flow-Attention against the float64 reference: `flowformer bench fuzz`.
 
-Needs only torch, and Triton for the kernels; `python -m flowformer.bench.fuzz` needs no packages of the command line.
-On a CPU the kernels run in Triton's interpreter, with short sequences.
+Needs only torch, and Triton for the kernels; run as `python -m flowformer.bench.fuzz`, it works without the packages of
+the command line. On a CPU the kernels run in Triton's interpreter, with short sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAILURES = ("fail", "died", "hang")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs cases. Returns: 1 if one failed."""
+    """Run the fuzzer. Returns: the exit status, 1 if a case failed."""
     options = _parse(arguments)
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before Triton is imported
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterator[list[Case]]:
-    """An endless stream of the cases of each configuration, determined by the arguments."""
+    """Yield lists of cases without end, each of one configuration, determined by the arguments alone."""
     index = 0
     while True:
         random = Random(f"{seed}, {index}")
@@ -65,7 +65,7 @@ def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterat
 
 
 class Summary:
-    """Counts the verdicts, and writes a line per case to a file."""
+    """The counts of verdicts and the largest errors; also writes one line per case to a file, if given."""
 
     def __init__(self, device: str, out: IO[str] | None) -> None:
         self.device, self.out, self.start = device, out, time.monotonic()
@@ -111,7 +111,7 @@ class Summary:
 
 
 class Worker:
-    """A process that checks one case after another; if a case kills it, only the process is restarted."""
+    """A child process that checks one case after another, so that a case that crashes does not end the run."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -124,7 +124,7 @@ class Worker:
         self.since = 0.0
 
     def next(self) -> None:
-        """Starts the next case of its queue."""
+        """Send the next case of the queue to the process."""
         self.case, self.since = self.queue.popleft(), time.monotonic()
         self.connection.send(self.case.to_json())
 
