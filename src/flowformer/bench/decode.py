@@ -175,11 +175,11 @@ def run(options: argparse.Namespace) -> Iterator[DecodeSpeed]:
 
 
 def progress(row: DecodeSpeed) -> str:
-    place = f"batch {row.batch}, after {row.position:,} tokens, {row.attention}, {row.mode}: "
+    prefix = f"batch {row.batch}, after {row.position:,} tokens, {row.attention}, {row.mode}: "
     if row.status != "ok":
-        return place + row.status
+        return prefix + row.status
     return (
-        f"{place}{row.tokens_per_second:,.0f} tokens/s ({row.p20:,.0f}–{row.p80:,.0f}), {row.cache_mib:,.1f} MiB kept"
+        f"{prefix}{row.tokens_per_second:,.0f} tokens/s ({row.p20:,.0f}–{row.p80:,.0f}), {row.cache_mib:,.1f} MiB kept"
     )
 
 

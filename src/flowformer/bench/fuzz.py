@@ -158,7 +158,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
     started = 0
     workers: list[Worker] = []
 
-    def give(worker: Worker) -> None:
+    def start_next(worker: Worker) -> None:
         nonlocal started
         if started >= options.cases or time.monotonic() >= end:
             worker.case = None
@@ -171,7 +171,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
     try:
         for _ in range(options.workers):
             workers.append(Worker(options.device))
-            give(workers[-1])
+            start_next(workers[-1])
         while any(worker.case for worker in workers) and time.monotonic() < end:
             summary.progress(options.cases, end)
             ready = wait([worker.connection for worker in workers if worker.case], timeout=1)
@@ -184,7 +184,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
                         record, lost = worker.connection.recv()
                         summary.add(record)
                         if not lost:
-                            give(worker)
+                            start_next(worker)
                             continue
                     except (EOFError, ConnectionError):
                         worker.process.join(5)
@@ -208,7 +208,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
                 worker.stop()
                 workers[index] = Worker(options.device)
                 workers[index].queue = worker.queue
-                give(workers[index])
+                start_next(workers[index])
     finally:
         for worker in workers:
             worker.stop()

@@ -277,9 +277,9 @@ def make_inputs(case: Case, device: str) -> Inputs:
         mask = joint if case.is_causal else masks[min(index, 1)]
         if case.junk and mask is not None and layout != "expanded":
             values = values.masked_fill(~mask.cpu()[:, None, :, None], torch.nan)
-        kept = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
+        input_dtype = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
         # packed tokens come before heads
-        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(kept), layout))
+        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(input_dtype), layout))
     powers = None
     if case.powers:
         # τ in [−1, 2] and γ in [0, 2]; both are 1 in the paper
@@ -434,8 +434,8 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
     dtype = getattr(torch, case.dtype)
     cotangents = {}
     for name, output in named.items():
-        kept = dtype if name == "result" or dtype == torch.float64 else torch.float32
-        values = torch.randn(output.shape, generator=inputs.random).to(kept)
+        output_dtype = dtype if name == "result" or dtype == torch.float64 else torch.float32
+        values = torch.randn(output.shape, generator=inputs.random).to(output_dtype)
         if name == "scalars":
             # the count has no gradient, nor does a sum that the variant does not use or that is empty
             values[..., 0] = 0

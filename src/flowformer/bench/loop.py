@@ -97,7 +97,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
         data_seconds = time.perf_counter() - started
         tokens = sum(int(task.tokens(batch)) for batch in batches[warmup * config.accumulate :])
         bare_seconds, bare_memory = _bare(trainer.config, batches, warmup, device)
-        _forget_peak(device)
+        _reset_peak(device)
         trainer.run()
     loop_seconds = logged[warmup + steps] - logged[warmup]
     return LoopTiming(
@@ -126,7 +126,7 @@ def _bare(config: TrainConfig, batches: list[tasks.Batch], warmup: int, device: 
     if config.compile:
         objective.compile()
     dtype = AUTOCAST.get(config.precision)
-    _forget_peak(device)
+    _reset_peak(device)
     started = 0.0
     for step in range(len(batches) // config.accumulate):
         if step == warmup:
@@ -151,7 +151,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _forget_peak(device: torch.device) -> None:
+def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

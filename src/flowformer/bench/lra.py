@@ -218,12 +218,12 @@ def run(options) -> Iterator[SpeedCell]:
 
 
 def progress(row: SpeedCell) -> str:
-    place = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
+    prefix = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
     if row.status == "ok":
         return (
-            f"{place}{row.steps_per_second:.2f} steps/s ({row.p20:.2f}–{row.p80:.2f}), {row.peak_mib:,.0f} MiB at most"
+            f"{prefix}{row.steps_per_second:.2f} steps/s ({row.p20:.2f}–{row.p80:.2f}), {row.peak_mib:,.0f} MiB at most"
         )
-    return f"{place}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
+    return f"{prefix}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
 
 
 def table(rows: list[SpeedCell]) -> str:

@@ -148,8 +148,8 @@ def _kib(path: str, name: str) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     # the CPU allocator and cuBLAS raise plain RuntimeErrors
-    told = any(sign in str(error) for sign in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
-    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    by_message = any(text in str(error) for text in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return by_message or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 @contextmanager

@@ -81,11 +81,12 @@ def attend(
         changed = replace(variant, **changes)
         sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
         parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
-        found = [
-            recurrent(q, k, v, mask, part, Options(options.scale, changed, own if changed.renormalize else None))
-            for q, k, v, part, own in zip(queries, keys, values, parts, powers, strict=True)
+        outputs = [
+            recurrent(q, k, v, mask, part, Options(options.scale, changed, power if changed.renormalize else None))
+            for q, k, v, part, power in zip(queries, keys, values, parts, powers, strict=True)
         ]
-        return [result for result, _ in found], [torch.cat(x, 1) for x in zip(*(end for _, end in found), strict=True)]
+        results, ends = zip(*outputs, strict=True)
+        return list(results), [torch.cat(x, 1) for x in zip(*ends, strict=True)]
 
     def feature_sum(heads: Sequence[Tensor]) -> Tensor:
         return torch.cat([_FeatureSum.apply(x, mask, options) for x in heads], 1)
@@ -100,19 +101,19 @@ def attend(
         sums, count = list(flow_sums[:2]), flow_sums[2].detach()
 
         no_memory = torch.zeros_like(first[1][..., :1])
-        nothing = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
+        empty_scalars = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
         plain = {"competition": "none", "allocation": "none", "renormalize": False}
-        _, (local, *_) = run(no_values, sums, no_memory, nothing, **plain)
+        _, (local, *_) = run(no_values, sums, no_memory, empty_scalars, **plain)
         conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:4, :])
         sums += conserved.unbind(-2)
 
         logs = end_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
         # the logarithms that the variant uses: log Σ exp(Ô), log Σ exp(Î)
-        read = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
+        used = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
         if "softmax" in (variant.competition, variant.allocation):
-            _, (*_, local) = run(no_values, sums, no_memory, nothing)
-            found = _LogBefore.apply(local[..., 1:][..., read], logs[..., read], exchange, with_end)
-            logs, end_logs = (torch.cat([logs[..., : read.start], x, logs[..., read.stop :]], -1) for x in found)
+            _, (*_, local) = run(no_values, sums, no_memory, empty_scalars)
+            merged = _LogBefore.apply(local[..., 1:][..., used], logs[..., used], exchange, with_end)
+            logs, end_logs = (torch.cat([logs[..., : used.start], x, logs[..., used.stop :]], -1) for x in merged)
         scalars = torch.cat([count, logs], -1)
         _, (end_sums, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
         start = first[1]
@@ -134,8 +135,8 @@ def attend(
         count = end_flow_sums[2].detach()
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
         # a logarithm that the variant does not use stays unchanged
-        unread = first[2][..., 1:]
-        end_logs = torch.cat([unread[..., : read.start], end_logs[..., read], unread[..., read.stop :]], -1)
+        first_logs = first[2][..., 1:]
+        end_logs = torch.cat([first_logs[..., : used.start], end_logs[..., used], first_logs[..., used.stop :]], -1)
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
 
 

@@ -267,8 +267,8 @@ def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: s
         refused: this rank cannot make the call. The other ranks raise; the caller raises its own error.
     """
     digest = 0 if refused else int.from_bytes(hashlib.sha256(arguments.encode()).digest()[:7], "big") + 1
-    known = (group.group_name, digest)
-    if device.type != "cpu" and (refused or known in _agreed):
+    key = (group.group_name, digest)
+    if device.type != "cpu" and (refused or key in _agreed):
         return
     exchange = Exchange(group)
     digests = torch.empty(exchange.size, dtype=torch.int64, device=device)
@@ -276,12 +276,12 @@ def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: s
     for each in _open:
         each.checks += 8 * (exchange.size - 1)
     if (digests == digest).all() and not refused:
-        _agreed.add(known)
+        _agreed.add(key)
         return
-    every: list[str] = [""] * exchange.size
-    dist.all_gather_object(every, arguments, group=group)
+    descriptions: list[str] = [""] * exchange.size
+    dist.all_gather_object(descriptions, arguments, group=group)
     if not refused:
-        lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in enumerate(every))
+        lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in enumerate(descriptions))
         raise ValueError(
             "the ranks that share a sequence must make the same call, apart from the lengths of their parts; got\n  "
             + lines

@@ -42,15 +42,15 @@ class Arguments(NamedTuple):
 
 
 @_not_compiled
-def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool, given: Arguments) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool, arguments: Arguments) -> Tensor:
     """See `flow_attention`."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, arguments.enable_gqa)
         checks.attention_masks(query, key, *masks)
-        options = given.options(query, is_causal)
+        options = arguments.options(query, is_causal)
         if is_causal:
             checks.causal_lengths(query, key)
-        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, is_causal, options.variant)
     _check_same_call(ranks, query, key, value, query.shape[0], is_causal, options)
     if not is_causal:
         return _bidirectional(chosen, options)((query, key, value), masks, options, Exchange(ranks))
@@ -59,17 +59,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal
 
 @_not_compiled
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, state: FlowState | None, given: Arguments
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, state: FlowState | None, arguments: Arguments
 ) -> tuple[Tensor, FlowState]:
     """See `flow_attention_recurrent`."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, arguments.enable_gqa)
         checks.attention_masks(query, key, None, key_mask)
         checks.causal_lengths(query, key)
-        options = given.options(query, True)
+        options = arguments.options(query, True)
         if state is not None:
             checks.state(state, query, value, options.variant)
-        chosen = backends.choose(given.backend, query, key, value, True, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, True, options.variant)
     packed = None if state is None else state.pack()
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
@@ -79,16 +79,18 @@ def recurrent(
 
 
 @_not_compiled
-def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, given: Arguments) -> Tensor:
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, arguments: Arguments
+) -> Tensor:
     """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.packed_inputs(query, key, value, given.enable_gqa)
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.packed_inputs(query, key, value, arguments.enable_gqa)
         checks.cu_seqlens(query, *lengths)
-        options = given.options(query, is_causal)
+        options = arguments.options(query, is_causal)
         (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
             query.shape[0], key.shape[0], lengths, is_causal
         )
-        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, is_causal, options.variant)
     _check_same_call(ranks, query, key, value, len(starts_q), is_causal, options)
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
@@ -157,7 +159,7 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
 
 
 @contextmanager
-def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
+def _announce_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
     """Announce an error in this rank's arguments to the other ranks, which would otherwise wait for this rank."""
     ranks = process_group(group)
     try:

@@ -29,7 +29,7 @@ template <class T> struct Bidirectional {
     struct Head : BidirectionalHead<T> {
         A *sums, *memory;            // in the record: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S
         A *q, *k, *grad_q, *grad_k;  // features of all tokens and their gradients, in padded rows
-        A *taken, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
+        A *alpha_dalpha, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
         A* total;  // the sum of the current pass over all segments
         A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing, *competing;  // Σ + ε, used by the flows below
         Flow<A> I, O, conserved_I, conserved_O, norm;
@@ -43,7 +43,7 @@ template <class T> struct Bidirectional {
     int64_t total_size(bool backward) const { return (D + 8 + D * E + competing_size) + (backward ? 2 * D + 8 : 0); }
 
     // divide the scratch memory of a head into its buffers; returns the end
-    A* place(Head& h, A* slot, bool backward) const {
+    A* lay_out(Head& h, A* slot, bool backward) const {
         auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, LINE<A>)); };
         h.q = take(h.sinks.size * D);
         h.k = take(h.sources.size * D);
@@ -58,7 +58,7 @@ template <class T> struct Bidirectional {
         h.grad_memory_T = take(E * D);
         h.grad_q = take(h.sinks.size * D);
         h.grad_k = take(h.sources.size * D);
-        for (A** numbers : {&h.taken, &h.grad_conserved_incoming}) *numbers = take(h.sinks.size);
+        for (A** numbers : {&h.alpha_dalpha, &h.grad_conserved_incoming}) *numbers = take(h.sinks.size);
         for (A** numbers : {&h.grad_conserved_outgoing, &h.grad_outgoing}) *numbers = take(h.sources.size);
         return slot;
     }
@@ -69,7 +69,7 @@ template <class T> struct Bidirectional {
         Head h{base};
         h.sums = h.record;
         h.memory = h.sums + 4 * D + competing_size;
-        place(h, slot, backward);
+        lay_out(h, slot, backward);
         if (backward) {
             transpose(D, E, h.memory, E, h.memory_T, D);
             h.conserved_O = Flow<A>(call, h.sums + 3 * D, h.conserved_outgoing);
@@ -199,12 +199,12 @@ template <class T> struct Bidirectional {
                     h.grads(t, tokens, number, rows);
                     product<A, true, true>(call.dim, E, tokens, q, D, rows, E, part + D + 8, E);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.memory_T, D, grad_q, D);
-                    row_dots(tokens, D, q, grad_q, h.taken + t);
-                    part[D] += h.grad_allocation(t, tokens, h.taken + t, grad);
+                    row_dots(tokens, D, q, grad_q, h.alpha_dalpha + t);
+                    part[D] += h.grad_allocation(t, tokens, h.alpha_dalpha + t, grad);
                     add_weighted(tokens, D, grad, q, part);
-                    if (call.powers) part[D + 2] += h.grad_gamma(t, tokens, h.taken + t);
+                    if (call.powers) part[D + 2] += h.grad_gamma(t, tokens, h.alpha_dalpha + t);
                     if (call.renormalize) {
-                        part[D + 1] += h.grad_norm(t, tokens, h.taken + t, number);
+                        part[D + 1] += h.grad_norm(t, tokens, h.alpha_dalpha + t, number);
                         add_weighted(tokens, D, number, q, part + D + 8 + D * E);
                         add_outer(tokens, D, number, h.competing, grad_q);
                     }
@@ -212,21 +212,21 @@ template <class T> struct Bidirectional {
                 break;
             case GRAD_COMPETITION:  // part[0]: Σ c dc
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
-                    A *k = h.k + t * D, *given = h.grad_conserved_outgoing + t;
+                    A *k = h.k + t * D, *c_dc = h.grad_conserved_outgoing + t;
                     h.keys(features, t, tokens, k);
                     h.values(t, tokens, rows);
                     product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
-                    row_dots(tokens, E, rows, more, given);
+                    row_dots(tokens, E, rows, more, c_dc);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.grad_memory_T, D, h.grad_k + t * D,
                                              D);
                     h.write_grad_value(t, tokens, more, E);
                     if (call.renormalize) {
                         dots(tokens, D, k, h.grad_competing_sum, number);
-                        for (int64_t i = 0; i < tokens; i++) given[i] += h.competition[t + i] * number[i];
+                        for (int64_t i = 0; i < tokens; i++) c_dc[i] += h.competition[t + i] * number[i];
                         add_outer(tokens, D, h.competition + t, h.grad_competing_sum, h.grad_k + t * D);
                     }
                     Wide<A> total = 0;
-                    for (int64_t i = 0; i < tokens; i++) total += given[i];
+                    for (int64_t i = 0; i < tokens; i++) total += c_dc[i];
                     part[0] += A(total);
                 });
                 break;
@@ -256,7 +256,7 @@ template <class T> struct Bidirectional {
                     A *q = h.q + t * D, *inverse = h.inverse_incoming + t, total = 0;
                     dots(tokens, D, q, h.grad_conserved_query_sum, number);
                     for (int64_t i = 0; i < tokens; i++)
-                        total += number[i] = -(h.taken[t + i] + number[i] * inverse[i]) * inverse[i];
+                        total += number[i] = -(h.alpha_dalpha[t + i] + number[i] * inverse[i]) * inverse[i];
                     add_weighted(tokens, D, number, q, part);
                     part[D] += total;
                     const A* columns[] = {h.grad_conserved_incoming + t, inverse, number};
@@ -342,7 +342,7 @@ template <class T> struct Bidirectional {
         Head longest{};
         longest.sinks.size = sinks;
         longest.sources.size = sources;
-        const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, LINE<A>);
+        const int64_t slot_size = padded(lay_out(longest, nullptr, backward) - (A*)nullptr, LINE<A>);
         const int64_t block_size = padded(this->block_size(), LINE<A>);
         const int64_t part_size = padded(total_size(backward), LINE<A>);
         auto size = [&](int level) { return backward ? backward_size(level) : forward_size(level); };

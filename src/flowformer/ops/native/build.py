@@ -31,7 +31,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=x86-64", "-mfma", "-fPIC", "-shared", "-pt
 WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 CHECKSUM = hashlib.sha256().digest_size  # bytes, appended to the library file
 COMPILERS = ("c++", "g++", "clang++")
-CHANGE_FOLDER = "TORCH_EXTENSIONS_DIR names another folder for it"
+FOLDER_HINT = "TORCH_EXTENSIONS_DIR names another folder for it"
 FUNCTIONS = ("bidirectional_forward", "bidirectional_backward", "causal_forward", "causal_backward")
 
 
@@ -66,42 +66,42 @@ def _load(narrow: bool) -> tuple[ctypes.CDLL | None, str | None]:
     if width not in WIDTHS:
         return None, f"this CPU has no AVX2 (torch finds {width})"
     try:
-        loaded = ctypes.CDLL(str(_built(width)))
+        loaded = ctypes.CDLL(str(_library_file(width)))
         for function in FUNCTIONS:
             getattr(loaded, function).argtypes = [ctypes.c_char_p]
     except _BuildError as error:
         return None, str(error)
     except (OSError, AttributeError) as error:  # AttributeError: the library has no such function
-        return None, f"the native code could not be built or loaded: {error} ({CHANGE_FOLDER})"
+        return None, f"the native code could not be built or loaded: {error} ({FOLDER_HINT})"
     return loaded, None
 
 
 def _width(narrow: bool) -> str:
     """A key of `WIDTHS`, or another capability that torch reports if the CPU has no AVX2."""
-    found = torch.backends.cpu.get_cpu_capability()
-    return "AVX2" if narrow and found in WIDTHS else found
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "AVX2" if narrow and capability in WIDTHS else capability
 
 
 class _BuildError(Exception):
     pass
 
 
-def _built(width: str) -> Path:
+def _library_file(width: str) -> Path:
     """The path of the library, which is compiled unless it exists."""
     flags = FLAGS + WIDTHS[width]
     path = _folder() / f"{_digest(flags)}.so"
-    if _is_whole(path):
+    if _is_complete(path):
         return path
     compiler = _compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        _wait_for(lock.fileno())
-        if not _is_whole(path):
+        _lock(lock.fileno())
+        if not _is_complete(path):
             _compile(compiler, flags, path)
     return path
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether the file exists and ends with its checksum: loading a truncated file would kill the process by SIGBUS."""
     try:
         content = path.read_bytes()
@@ -129,13 +129,13 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
 
 def _compiler() -> list[str]:
     """The compiler command and its arguments: $CXX, such as "ccache g++", or the first of COMPILERS that exists."""
-    asked = os.environ.get("CXX", "").strip()
-    for command in [asked] if asked else COMPILERS:
+    requested = os.environ.get("CXX", "").strip()
+    for command in [requested] if requested else COMPILERS:
         with contextlib.suppress(ValueError):  # no closing quotation mark
             program, *arguments = shlex.split(command)
-            if (found := shutil.which(program)) is not None:
-                return [found, *arguments]
-    raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
+            if (path := shutil.which(program)) is not None:
+                return [path, *arguments]
+    raise _BuildError(f"there is no C++ compiler ({f'CXX={requested}' if requested else ', '.join(COMPILERS)})")
 
 
 def _folder() -> Path:
@@ -144,7 +144,7 @@ def _folder() -> Path:
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # the user has no home folder
-        raise _BuildError(f"there is no home folder to keep the native code in ({CHANGE_FOLDER})") from error
+        raise _BuildError(f"there is no home folder to keep the native code in ({FOLDER_HINT})") from error
     return cache / "torch_extensions" / "flowformer"
 
 
@@ -155,7 +155,7 @@ def _digest(flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _wait_for(file: int) -> None:
+def _lock(file: int) -> None:
     """Lock the file, waiting for other processes: two builds at once would be correct, but one would be wasted."""
     import fcntl  # not on every platform
 

@@ -304,10 +304,10 @@ template <class T> struct Causal {
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
         A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *totals = take(CHUNK * D);
         A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
-        const bool one = call.sums && h.tokens.size == 1;
-        read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
-        if (one) decode(h, q, k, totals, numbers, values, rows);
-        for (int64_t segment = 0; !one && segment < segments(h); segment++) {
+        const bool is_decoding = call.sums && h.tokens.size == 1;
+        read_state(h, call.sums, is_decoding ? nullptr : call.memory, call.scalars);
+        if (is_decoding) decode(h, q, k, totals, numbers, values, rows);
+        for (int64_t segment = 0; !is_decoding && segment < segments(h); segment++) {
             if (segment) keep(h, record(h, segment));
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
@@ -324,7 +324,7 @@ template <class T> struct Causal {
             });
         }
         if (!call.end_sums) return;
-        write_state(h, call.end_sums, one ? nullptr : call.end_memory);
+        write_state(h, call.end_sums, is_decoding ? nullptr : call.end_memory);
         A* scalars = (A*)call.end_scalars + index * 3;
         scalars[0] = h.count;
         scalars[1] = call.competition == SOFTMAX_COMPETITION ? logarithm(h)
@@ -352,8 +352,8 @@ template <class T> struct Causal {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(SUMS * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
-        Chunk kept[SEGMENT / CHUNK];
-        for (Chunk& chunk : kept)
+        Chunk recomputed[SEGMENT / CHUNK];
+        for (Chunk& chunk : recomputed)
             chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(SUMS * D), take(E * D)};
         A *totals = take(CHUNK * D), *values = take(CHUNK * E), *memory_T = take(E * D);
         A *grad_sums = take(SUMS * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
@@ -370,7 +370,7 @@ template <class T> struct Causal {
             else read_state(h, call.sums, call.memory, call.scalars);
             transpose(D, E, memory, E, memory_T, D);
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
-                const Chunk& chunk = kept[t % SEGMENT / CHUNK];
+                const Chunk& chunk = recomputed[t % SEGMENT / CHUNK];
                 std::copy_n(h.sums, SUMS * D, chunk.sums);
                 std::copy_n(memory_T, E * D, chunk.memory_T);
                 load_features(h, t, tokens, chunk.q, chunk.k);
@@ -381,7 +381,7 @@ template <class T> struct Causal {
             });
             const int64_t last = (std::min(h.tokens.size, (segment + 1) * SEGMENT) - 1) / CHUNK * CHUNK;
             for (int64_t t = last; t >= segment * SEGMENT; t -= CHUNK)
-                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), kept[t % SEGMENT / CHUNK], grad, space);
+                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), recomputed[t % SEGMENT / CHUNK], grad, space);
         }
         call.write_grad_powers(index, A(grad.tau), A(grad.gamma));
         if (!call.grad_sums) return;
@@ -402,10 +402,10 @@ template <class T> struct Causal {
 
     void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
+        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *alpha_dalpha = take(CHUNK), *c_dc = take(CHUNK);
         A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
-        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
-        A* turned = take(CHUNK * std::max(D, E));
+        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *grad_values = take(CHUNK * E);
+        A* transposed = take(CHUNK * std::max(D, E));
         A *products = take(CHUNK * CHUNK), *grad_products = take(CHUNK * CHUNK);
         A *grad_q = take(CHUNK * D), *grad_k = take(CHUNK * D), *totals = take(CHUNK * 4 * D);
         auto number = [&](int i) { return chunk.numbers + i * CHUNK; };
@@ -416,47 +416,47 @@ template <class T> struct Causal {
         this->received(tokens, chunk.numbers, received);
         load_values(call.grad, h.head, h, t, tokens, received, grads);
         load_values(call.value, h.key_head, h, t, tokens, competition, values);
-        lower_product(tokens, D, call.dim, q, k, turned, products);
-        lower_product(tokens, E, call.value_dim, grads, values, turned, grad_products);
+        lower_product(tokens, D, call.dim, q, k, transposed, products);
+        lower_product(tokens, E, call.value_dim, grads, values, transposed, grad_products);
         product<A, false, false>(tokens, D, call.value_dim, grads, E, chunk.memory_T, D, grad_q, D);
-        row_dots(tokens, D, q, grad_q, taken);
-        product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, kept, E);
-        row_dots(tokens, E, kept, values, given);
+        row_dots(tokens, D, q, grad_q, alpha_dalpha);
+        product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, grad_values, E);
+        row_dots(tokens, E, grad_values, values, c_dc);
         for (int64_t i = 0; i < tokens; i++)
             for (int64_t j = 0; j <= i; j++) {
                 const A shared = products[i * CHUNK + j] * grad_products[i * CHUNK + j];
-                taken[i] += shared;  // ⟨dR, R⟩, which is α dα
-                given[j] += shared;  // c dc
+                alpha_dalpha[i] += shared;  // ⟨dR, R⟩
+                c_dc[j] += shared;
             }
-        add_upper(tokens, E, products, grads, kept);
+        add_upper(tokens, E, products, grads, grad_values);
         for (int64_t i = 0; i < tokens; i++)
             write_source(call.grad_value, call.value_dim, h, h.tokens.start + t + i,
-                         [&](int64_t c) { return load(kept + i * E + c) * competition[i]; });
+                         [&](int64_t c) { return load(grad_values + i * E + c) * competition[i]; });
         product<A, false, false>(tokens, D, call.value_dim, values, E, grad.memory_T, D, grad_k, D);
         add_upper(tokens, D, grad_products, q, grad_k);
         add_lower(tokens, D, grad_products, k, grad_q);
         product<A, true, true>(call.dim, E, tokens, q, D, grads, E, grad.memory, E);
         transpose(D, E, grad.memory, E, grad.memory_T, D);
-        if (call.renormalize) backward_norm(tokens, chunk, grad, taken, totals, given, grad_q, grad_k);
+        if (call.renormalize) backward_norm(tokens, chunk, grad, alpha_dalpha, totals, c_dc, grad_q, grad_k);
 
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_gate = taken[i] * (1 - number(gate)[i]) * h.gamma;
+            const A grad_gate = alpha_dalpha[i] * (1 - number(gate)[i]) * h.gamma;
             conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : grad_gate / position[i];
             A flow = 0;
-            if (call.competition == SIGMOID_COMPETITION) flow = given[i] * (1 - competition[i]);
+            if (call.competition == SIGMOID_COMPETITION) flow = c_dc[i] * (1 - competition[i]);
             if (call.competition == SOFTMAX_COMPETITION) {
                 // exp(L) Σ dL' exp(−L') over this token and later ones, where L is the running log Σ exp(τ Ô)
-                grad.log -= given[i];
-                flow = given[i] + number(SHARE)[i] * grad.log;
+                grad.log -= c_dc[i];
+                flow = c_dc[i] + number(SHARE)[i] * grad.log;
                 grad.log *= number(DECAY)[i];
             }
             conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow * h.tau / position[i];
             if (call.powers) {
                 grad.tau += flow * number(FLOW)[i];
-                grad.gamma += taken[i] * std::log(number(GATE)[i]);
+                grad.gamma += alpha_dalpha[i] * std::log(number(GATE)[i]);
             }
         }
-        if (call.renormalize) std::fill_n(taken, tokens, A(0));  // the result does not depend on I directly
+        if (call.renormalize) std::fill_n(alpha_dalpha, tokens, A(0));  // the result does not depend on I directly
 
         // the four sums up to each token, plus ε: planes of (CHUNK, D) in `totals`
         for (int sum = 0; sum < 4; sum++) {
@@ -469,8 +469,9 @@ template <class T> struct Causal {
                 const A *x = q + i * D, *y = k + i * D, *total = totals + i * D;
                 add_raised(grad.conserved_key_sum, conserved_in[i], x);
                 add_raised(grad.conserved_query_sum, conserved_out[i], y);
-                const A through_in = dot(D, x, grad.conserved_query_sum), through_out = dot(D, y, grad.conserved_key_sum);
-                const A flow_in = -(taken[i] + through_in * in[i]) * in[i] / position[i];
+                const A through_in = dot(D, x, grad.conserved_query_sum);
+                const A through_out = dot(D, y, grad.conserved_key_sum);
+                const A flow_in = -(alpha_dalpha[i] + through_in * in[i]) * in[i] / position[i];
                 const A flow_out = -through_out * out[i] * out[i] / position[i];
                 add_raised(grad.key_sum, flow_in, x);
                 add_raised(grad.query_sum, flow_out, y);
@@ -489,14 +490,14 @@ template <class T> struct Causal {
     }
 
     // if renormalised: add the gradients through the norm ⟨q, Σ c k⟩ to c dc and to the gradients of the features
-    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* taken, A* totals, A* given,
-                       A* grad_q, A* grad_k) const {
+    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* alpha_dalpha, A* totals,
+                       A* c_dc, A* grad_q, A* grad_k) const {
         const A *competition = chunk.numbers + COMPETITION * CHUNK, *position = chunk.numbers + POSITION * CHUNK;
         competing_sums(tokens, chunk.k, competition, chunk.sums, totals);
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_norm = -taken[i] * chunk.numbers[norm * CHUNK + i] / position[i];
+            const A grad_norm = -alpha_dalpha[i] * chunk.numbers[norm * CHUNK + i] / position[i];
             add_raised(grad.competing_sum, grad_norm, chunk.q + i * D);
-            given[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
+            c_dc[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
             add_outer(1, D, &grad_norm, totals + i * D, grad_q + i * D);
             add_outer(1, D, competition + i, grad.competing_sum, grad_k + i * D);
         }

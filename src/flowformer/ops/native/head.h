@@ -40,17 +40,17 @@ template <class T> struct BidirectionalHead {
         h.tau = call.tau<A>(h.head);
         h.gamma = call.gamma<A>(h.head);
         // layout of `kept`: the records of all heads, then planes of one number per token
-        const int64_t place = h.row * call.heads + h.head, places = call.rows() * call.heads;
-        const int64_t plane = places * call.sinks;
+        const int64_t plane_row = h.row * call.heads + h.head, plane_rows = call.rows() * call.heads;
+        const int64_t plane = plane_rows * call.sinks;
         A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
         h.record = (A*)call.kept + index * record_size(call);
-        h.inverse_incoming = flows + place * call.sinks + h.sinks.start;
+        h.inverse_incoming = flows + plane_row * call.sinks + h.sinks.start;
         h.allocation = h.inverse_incoming + plane;
         h.inverse_norm = call.renormalize ? h.allocation + plane : h.inverse_incoming;
         h.gate = call.powers ? h.inverse_norm + plane : h.allocation;
         flows += (2 + (call.renormalize ? 1 : 0) + (call.powers ? 1 : 0)) * plane;
-        h.inverse_outgoing = flows + place * call.sources + h.sources.start;
-        h.competition = h.inverse_outgoing + places * call.sources;
+        h.inverse_outgoing = flows + plane_row * call.sources + h.sources.start;
+        h.competition = h.inverse_outgoing + plane_rows * call.sources;
         return h;
     }
 
@@ -141,32 +141,33 @@ template <class T> struct BidirectionalHead {
     }
 
     // dÎ from α dα; returns Σ dÎ
-    A grad_allocation(int64_t t, int64_t tokens, const A* taken, A* grad) const {
+    A grad_allocation(int64_t t, int64_t tokens, const A* alpha_dalpha, A* grad) const {
         const A r = call->allocation == NO_ALLOCATION ? A(0) : ratio() * gamma;
         A total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - gate[t + i]) * r;
+        for (int64_t i = 0; i < tokens; i++) total += grad[i] = alpha_dalpha[i] * (1 - gate[t + i]) * r;
         return total;
     }
     // dγ from α dα
-    A grad_gamma(int64_t t, int64_t tokens, const A* taken) const {
+    A grad_gamma(int64_t t, int64_t tokens, const A* alpha_dalpha) const {
         Wide<A> total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += taken[i] * std::log(gate[t + i]);
+        for (int64_t i = 0; i < tokens; i++) total += alpha_dalpha[i] * std::log(gate[t + i]);
         return A(total);
     }
-    // If renormalised: the gradient of the norm from α dα; returns the sum. Zeroes `taken`, since the result does not
-    // depend on I directly.
-    A grad_norm(int64_t t, int64_t tokens, A* taken, A* grad) const {
+    // If renormalised: the gradient of the norm from α dα; returns the sum. Zeroes `alpha_dalpha`, since the result
+    // does not depend on I directly.
+    A grad_norm(int64_t t, int64_t tokens, A* alpha_dalpha, A* grad) const {
         A total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += grad[i] = -std::exchange(taken[i], A(0)) * inverse_norm[t + i];
+        for (int64_t i = 0; i < tokens; i++)
+            total += grad[i] = -std::exchange(alpha_dalpha[i], A(0)) * inverse_norm[t + i];
         return total;
     }
 
     // d(τ Ô) from c dc and Σ c dc over all sources
-    void grad_competition(int64_t t, int64_t tokens, const A* given, A shared_loss, A* grad) const {
+    void grad_competition(int64_t t, int64_t tokens, const A* c_dc, A shared_loss, A* grad) const {
         const A *c = competition + t, loss = shared_loss / (call->rescale ? std::max(m, A(1)) : A(1));
         for (int64_t i = 0; i < tokens; i++)
-            grad[i] = call->competition == SOFTMAX_COMPETITION   ? given[i] - c[i] * loss
-                      : call->competition == SIGMOID_COMPETITION ? given[i] * (1 - c[i])
+            grad[i] = call->competition == SOFTMAX_COMPETITION   ? c_dc[i] - c[i] * loss
+                      : call->competition == SIGMOID_COMPETITION ? c_dc[i] * (1 - c[i])
                                                                  : A(0);
     }
     // whether `grad_flow` must be called, for which Ô is recomputed

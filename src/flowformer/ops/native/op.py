@@ -92,7 +92,7 @@ def _bidirectional(
 ) -> Tensor:
     tensors = with_rows(query), with_rows(key), with_rows(value), *masks, *lengths[:2], options.powers
     function = _Bidirectional if torch.compiler.is_compiling() else _EagerBidirectional
-    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *_flat(options))[0]
+    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))[0]
     return result
 
 
@@ -107,11 +107,11 @@ def _causal(
 ) -> tuple[Tensor, ...]:
     tensors = with_rows(query), with_rows(key), with_rows(value), mask, *state, *lengths[:2], options.powers
     function = _Causal if torch.compiler.is_compiling() else _EagerCausal
-    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *_flat(options))
+    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))
     return outputs
 
 
-def _flat(options: Options) -> tuple[Any, ...]:
+def _flat_options(options: Options) -> tuple[Any, ...]:
     """The arguments of `_OPTIONS`."""
     return *options.as_args(), options.variant.renormalize
 
@@ -130,9 +130,9 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        *found, grad_powers = differentiate(_native_bidirectional_backward, grads[0], *saved, *ctx.options)
+        *input_grads, grad_powers = differentiate(_native_bidirectional_backward, grads[0], *saved, *ctx.options)
         powers = None if saved[7] is None else grad_powers
-        return *found, None, None, None, None, powers, *(None for _ in ctx.options)
+        return *input_grads, None, None, None, None, powers, *(None for _ in ctx.options)
 
 
 class _Causal(torch.autograd.Function):
@@ -173,7 +173,7 @@ def _run_bidirectional(
     lengths, powers, options = rest[:2] + rest[3:5], rest[2], rest[5:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
     result, kept = _empty_bidirectional(query, key, value, None, None, *rest)
-    outputs, powers = (_cleared(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
     run("bidirectional_forward", (query, key, value), outputs, bounds, masks, kept, _NO_STATES, powers, *options)
     return result, kept
 
@@ -191,7 +191,7 @@ def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: An
     state, lengths, powers, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
     result, *end, kept = _empty_causal(query, key, value, None, *rest)
-    outputs, powers = (_cleared(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
     states = _NO_STATES if state[0] is None else (*state, *end, *_NO_STATES[:6])
     run("causal_forward", (query, key, value), outputs, bounds, masks, kept, states, powers, *options)
     return result, *end, kept
@@ -210,7 +210,7 @@ def _run_causal_backward(
 ) -> tuple[Tensor, ...]:
     state, lengths, (powers, kept), options = _contiguous(*rest[:3]), rest[3:5] + rest[7:9], rest[5:7], rest[9:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
-    grad_start, states = _like_state(query, state), _NO_STATES
+    grad_start, states = _empty_like_state(query, state), _NO_STATES
     if state[0] is not None:
         states = (*state, *_NO_STATES[:3], *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
     inputs = query, key, value
@@ -236,7 +236,7 @@ def _run_backward(
     if shared:
         parts[1:] = (x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) for x in (key, value))
     for part, ends in zip(parts, (bounds[0], bounds[1], bounds[1]), strict=True):
-        _cleared(part, ends)
+        _zero_unused(part, ends)
     grad_powers, of_sequences = _empty_powers(query, powers), None
     if powers is not None:
         of_sequences = grad_powers.new_empty(2, _sequences(query, bounds[0]), query.shape[1])
@@ -266,7 +266,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _cleared(x: Tensor, bounds: Bounds) -> Tensor:
+def _zero_unused(x: Tensor, bounds: Bounds) -> Tensor:
     """Set x (1, H, T, D) to 0, in place, after the last packed sequence. Returns: x."""
     if bounds is not None:
         x[:, :, int(bounds[-1]) :] = 0
@@ -301,7 +301,7 @@ def _empty_causal(
     # two more numbers, since Dynamo specialises on sizes of 0 and 1
     size = segments * heads * (_record_size(query, value, rest[-1]) + 4) + 2
     kept = query.new_empty((size,), dtype=sum_dtype(query))
-    return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), kept
+    return empty_result(query, value.shape[-1]), *_empty_like_state(query, (sums, memory, scalars)), kept
 
 
 def _record_size(query: Tensor, value: Tensor, renormalize: bool) -> int:
@@ -310,7 +310,7 @@ def _record_size(query: Tensor, value: Tensor, renormalize: bool) -> int:
     return (4 + renormalize + padded(value.shape[-1], dtype)) * padded(query.shape[-1], dtype)
 
 
-def _like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _empty_like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Three uninitialised contiguous tensors in the shapes of a state; empty without a state."""
     shapes = [(0,) if part is None else part.shape for part in state]
     return tuple(query.new_empty(shape, dtype=sum_dtype(query)) for shape in shapes)
@@ -345,7 +345,7 @@ def _empty_bidirectional_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ..
 
 def _empty_causal_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, _, _, query, key, value, _, *state, _, _, powers = rest[:13]
-    return *_empty_gradients(query, key, value), *_like_state(query, state), _empty_powers(query, powers)
+    return *_empty_gradients(query, key, value), *_empty_like_state(query, state), _empty_powers(query, powers)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"

@@ -196,14 +196,14 @@ def _block_backward(
     received_grad = torch.mul(valid_values(grad, query_mask), received, out=scratch(2, *grad.shape))
     grad_q = torch.bmm(received_grad, f.memory.mT, out=scratch(3, *q.shape))
     grad_memory = q.mT @ received_grad
-    taken = torch.mul(q, grad_q, out=scratch(4, *q.shape)).sum(-1)  # ⟨dR, R⟩, which is α dα
+    alpha_dalpha = torch.mul(q, grad_q, out=scratch(4, *q.shape)).sum(-1)  # ⟨dR, R⟩, which is α dα
     competing = torch.mul(valid_values(value, key_mask), f.competition[..., None], out=scratch(2, *value.shape))
     grad_value = torch.bmm(k, grad_memory, out=scratch(4, *value.shape))  # still without c
-    given = torch.mul(grad_value, competing, out=scratch(5, *value.shape)).sum(-1)  # c dc
+    c_dc = torch.mul(grad_value, competing, out=scratch(5, *value.shape)).sum(-1)
     grad_value = torch.mul(grad_value, f.competition[..., None], out=out[2])
     grad_k = torch.bmm(competing, grad_memory.mT, out=scratch(5, *k.shape))
-    grad_conserved_incoming = _allocation_gradient(taken, f.allocation, n, m, variant)
-    grad_conserved_outgoing = _competition_gradient(given, f.competition, m, variant)
+    grad_conserved_incoming = _allocation_gradient(alpha_dalpha, f.allocation, n, m, variant)
+    grad_conserved_outgoing = _competition_gradient(c_dc, f.competition, m, variant)
     if variant.clamp is not None:
         outside = _flow(k, conserved_query_sum, variant).abs() > variant.clamp
         grad_conserved_outgoing = grad_conserved_outgoing.masked_fill(outside, 0)
@@ -212,46 +212,46 @@ def _block_backward(
     grad_conserved_key_sum = _weighted_sum(grad_conserved_incoming, q, eps)
     grad_conserved_query_sum = _weighted_sum(grad_conserved_outgoing, k, eps)
     grad_outgoing = -_dot(k, grad_conserved_key_sum) * f.inverse_outgoing * f.inverse_outgoing
-    grad_incoming = -(taken + _dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
+    grad_incoming = -(alpha_dalpha + _dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
     grad_query_sum = _weighted_sum(grad_outgoing, k, eps)
     grad_key_sum = _weighted_sum(grad_incoming, q, eps)
 
     _add_outer(
         grad_q,
-        [grad_conserved_incoming, f.inverse_incoming, grad_incoming, torch.ones_like(taken)],
+        [grad_conserved_incoming, f.inverse_incoming, grad_incoming, torch.ones_like(alpha_dalpha)],
         [conserved_key_sum + eps, grad_conserved_query_sum, key_sum + eps, grad_query_sum],
     )
     _add_outer(
         grad_k,
-        [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(given)],
+        [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(c_dc)],
         [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum],
     )
     grad_query = feature_gradient(grad_q, q, options, out[0])
     return grad_query, feature_gradient(grad_k, k, options, out[1]), grad_value
 
 
-def _competition_gradient(given: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:
+def _competition_gradient(c_dc: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:
     """dÔ before the clamp, from c dc."""
     match variant.competition:
         case "softmax":
-            return _softmax_gradient(given, competition, m if variant.rescale else 1)
+            return _softmax_gradient(c_dc, competition, m if variant.rescale else 1)
         case "sigmoid":
-            return given * (1 - competition)
+            return c_dc * (1 - competition)
         case "none":
-            return torch.zeros_like(given)
+            return torch.zeros_like(c_dc)
 
 
 def _allocation_gradient(
-    taken: Tensor, allocation: Tensor, n: Tensor | int, m: Tensor | int, variant: FlowVariant
+    alpha_dalpha: Tensor, allocation: Tensor, n: Tensor | int, m: Tensor | int, variant: FlowVariant
 ) -> Tensor:
     """dÎ, from α dα."""
     match variant.allocation:
         case "sigmoid":
-            return taken * (1 - allocation) * _length_ratio(n, m, variant)
+            return alpha_dalpha * (1 - allocation) * _length_ratio(n, m, variant)
         case "softmax":
-            return _softmax_gradient(taken, allocation, n if variant.rescale else 1)
+            return _softmax_gradient(alpha_dalpha, allocation, n if variant.rescale else 1)
         case "none":
-            return torch.zeros_like(taken)
+            return torch.zeros_like(alpha_dalpha)
 
 
 def _softmax(flow: Tensor, mask: Mask, factor: Tensor | int) -> Tensor:

@@ -146,18 +146,18 @@ def backward(
     # R = α/(I D) · (q S + P c V), where S sums the earlier chunks, and P is `lower`
     grad_memory = _after((q * received[..., None]).mT @ grad, grad_state[1])
     grad_qs = grad @ s.memory[:, :-1].mT  # (G, T, C, D)
-    kept = k @ grad_memory[:, 1:]  # (G, T, C, E)
+    grad_v_later = k @ grad_memory[:, 1:]  # (G, T, C, E)
     grad_products = grad @ v.mT
     shared = s.lower * grad_products
-    taken = (shared * s.competition[..., None, :]).sum(-1) + (q * grad_qs).sum(-1)  # ⟨dR, q S⟩
-    grad_competition = (shared * received[..., None]).sum(-2) + (kept * v).sum(-1)
+    grad_received = (shared * s.competition[..., None, :]).sum(-1) + (q * grad_qs).sum(-1)  # ⟨dR, q S⟩
+    grad_competition = (shared * received[..., None]).sum(-2) + (grad_v_later * v).sum(-1)
     weights = received[..., None] * s.competition[..., None, :]
-    grad_v = (s.lower * weights).mT @ grad + kept * s.competition[..., None]
+    grad_v = (s.lower * weights).mT @ grad + grad_v_later * s.competition[..., None]
     grad_products *= weights
-    del shared, kept, weights  # frees memory: each is as large as an input
+    del shared, grad_v_later, weights  # frees memory: each is as large as an input
 
     grad_outgoing, grad_log_outgoing = _competition_gradient(grad_competition, s, valid, state, grad_state, variant)
-    grad_allocation = taken * inverse_in / position
+    grad_allocation = grad_received * inverse_in / position
     grad_incoming, grad_log_incoming = _allocation_gradient(grad_allocation, s, valid, state, grad_state, variant)
 
     # through Î and Ô to 1/O and 1/I, then through O and I; every flow is divided by D
@@ -170,7 +170,7 @@ def backward(
     grad_inverse_in = (s.upper * conserved_out[..., None, :]).sum(-1)
     grad_inverse_in += (q * (after_conserved_query[:, 1:, None] + rest_out[..., None])).sum(-1)
     flow_out = -grad_inverse_out * inverse_out * inverse_out / position
-    flow_in = -(received * taken + grad_inverse_in * inverse_in) * inverse_in / position
+    flow_in = -(received * grad_received + grad_inverse_in * inverse_in) * inverse_in / position
     after_key = _after((q * flow_in[..., None]).sum(-2), grad_state[0][:, 0])
     after_query = _after((k * flow_out[..., None]).sum(-2), grad_state[0][:, 1])
 

@@ -240,8 +240,8 @@ def _differentiable(
         ctx.options = inputs[saved + results - 1 :]
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = differentiate(backward_operator, *grads[:results], *ctx.saved_tensors, *ctx.options)
-        return *found[:3], *(None for _ in range(saved - 3)), *found[3:], *(None for _ in ctx.options)
+        gradients = differentiate(backward_operator, *grads[:results], *ctx.saved_tensors, *ctx.options)
+        return *gradients[:3], *(None for _ in range(saved - 3)), *gradients[3:], *(None for _ in ctx.options)
 
     return staticmethod(forward), staticmethod(setup_context), staticmethod(backward)
 
