@@ -129,7 +129,7 @@ class FlowState:
         return FlowState(*(part.index_select(0, rows.to(part.device)) for part in self.pack()))
 
     def zero_rows(self, rows: Tensor) -> FlowState:
-        """The same state with those rows reset to the empty state where `rows` (B,) bool is True."""
+        """The same state, with the rows where `rows` (B,) bool is True reset to the empty state."""
         batch = self.memory.shape[0]
         if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (batch,):
             raise TypeError(f"zero_rows takes a bool tensor of shape ({batch},), True = start over, got {_kind(rows)}.")

@@ -100,7 +100,7 @@ class Exchange:
         """The sum of all ranks' x (rows, H, ...), and log Σ exp of all ranks' logs (rows, H, L).
 
         If weighted, x was computed with a softmax over this rank's tokens, whose log-normaliser is logs[..., 0]; the
-        terms are rescaled so that the sum is that of a softmax over the tokens of all ranks.
+        terms are rescaled to those of a softmax over the tokens of all ranks.
         """
         self._begin_stage()
         x, logs = self._all_rows(x), self._all_rows(logs, torch.finfo(logs.dtype).min)

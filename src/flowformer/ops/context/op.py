@@ -82,7 +82,7 @@ def recurrent(
 def packed(
     query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, arguments: Arguments
 ) -> Tensor:
-    """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
+    """See `flow_attention_varlen`. Sequences with tokens on only one rank are computed there, without an exchange."""
     with _announce_refusals(arguments.group, query) as ranks:
         query, key, value = checks.packed_inputs(query, key, value, arguments.enable_gqa)
         checks.cu_seqlens(query, *lengths)
