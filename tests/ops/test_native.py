@@ -459,7 +459,7 @@ class TestBuild:
         rebuild("")
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-        assert "TORCH_EXTENSIONS_DIR names another folder" in self.refusal()
+        assert "set TORCH_EXTENSIONS_DIR to use another folder" in self.refusal()
 
     def test_folder_with_spaces_and_letters_of_any_alphabet(self, rebuild, monkeypatch, tmp_path):
         rebuild("")

@@ -31,7 +31,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=x86-64", "-mfma", "-fPIC", "-shared", "-pt
 WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
 CHECKSUM = hashlib.sha256().digest_size  # bytes, appended to the library file
 COMPILERS = ("c++", "g++", "clang++")
-FOLDER_HINT = "TORCH_EXTENSIONS_DIR names another folder for it"
+FOLDER_HINT = "set TORCH_EXTENSIONS_DIR to use another folder"
 FUNCTIONS = ("bidirectional_forward", "bidirectional_backward", "causal_forward", "causal_backward")
 
 
@@ -53,7 +53,7 @@ def library(narrow: bool) -> ctypes.CDLL:
     """The loaded library, with the functions of `library.cpp`."""
     loaded, reason = _load(narrow)
     if loaded is None:
-        raise RuntimeError(f"the native library is not there: {reason}.")
+        raise RuntimeError(f"the native library is not available: {reason}.")
     return loaded
 
 
