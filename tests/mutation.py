@@ -81,7 +81,7 @@ FAULTS = [
           "ops/test_context.py::test_cut_equals_whole"),
     fault("ops/triton/causal/cut.py", "_log(before).copy_(running[exchange.rank])",
           "_log(before).copy_(running[exchange.rank + 1])", "ops/test_context.py::test_cut_equals_whole"),
-    fault("ops/triton/causal/cut.py", "_add(found, level(before))",
+    fault("ops/triton/causal/cut.py", "_add(earlier, level(before))",
           "_add(found if total is None else total, level(before))",
           "ops/test_context.py::test_kernels_pass_a_state_from_call_to_call"),
     fault("ops/triton/causal/cut.py", "- decay[..., -1] * grad_log[..., None]", "- grad_log[..., None]",

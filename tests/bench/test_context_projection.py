@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -66,3 +68,11 @@ def test_other_sizes_need_measurements(capsys):
         context.main(["--project", "--heads", "2", "--dim", "4"])
     assert context.main(["--project"]) == 0
     assert "| 65,536 | 1.87 (100%) |" in capsys.readouterr().out
+
+
+def test_a_result_that_is_not_a_number_fails(monkeypatch):
+    assert context.worst_error([0.0, float("nan"), 1.0]) == float("inf")
+    right = context.ContextTiming("causal", 2, 1024, 8, 8, 100, 100, 1.0, error=1e-7)
+    for error, status in ((1e-7, 0), (float("nan"), 1), (float("inf"), 1)):
+        monkeypatch.setattr(context, "measure", lambda *_, error=error: replace(right, error=error))
+        assert context.main([]) == status

@@ -354,6 +354,15 @@ def test_a_refused_case_is_not_a_failure():
     assert fuzz_checks.check(case, "cpu")["verdict"] == "refused"
 
 
+def test_not_a_number_stays_the_largest_error(capsys):
+    summary = fuzz.Summary("cpu", None)
+    for ratio in (0.5, float("nan"), 0.25):
+        record = {"case": CASE.to_json(), "kind": CASE.kind, "backend": CASE.backend, "verdict": "pass"}
+        summary.add(record | {"errors": {"result": {"relative": 0.0, "ratio": ratio}}})
+    summary.print()
+    assert "torch    float32   result    nan" in capsys.readouterr().out
+
+
 def _dying_work(connection, device):
     """Dies of the third case."""
     for _ in range(2):

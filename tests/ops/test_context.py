@@ -603,3 +603,14 @@ def test_example_trains():
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) of 1024 tokens, 512 on this rank", done.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+def test_traffic_inside_traffic():
+    with exchange.traffic() as outer:
+        with exchange.traffic() as inner:
+            exchange.Exchange._begin_stage()
+        exchange.Exchange._begin_stage()
+        with exchange.traffic() as empty:
+            pass
+        exchange.Exchange._begin_stage()
+    assert (outer.stages, inner.stages, empty.stages) == (3, 1, 0)

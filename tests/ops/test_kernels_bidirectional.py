@@ -279,6 +279,15 @@ def test_packed_refuses_bounds_that_make_no_sense(bounds, longest, message):
         kernels.packed(*given, (bounds, bounds, longest, longest), Options(1.0, DEFAULT))
 
 
+def test_packed_looks_at_bounds_that_replace_deleted_ones():
+    """A new tensor may get the id of a deleted one."""
+    bounds = torch.tensor([0, 2, 4])
+    for _ in range(20):
+        packed_bounds.check_bounds(4, 4, (bounds, torch.tensor([0, 2, 4]), 2, 2), False)
+        with pytest.raises(ValueError, match="must not decrease"):
+            packed_bounds.check_bounds(4, 4, (bounds, torch.tensor([0, 2, 1]), 2, 2), False)
+
+
 def test_packed_looks_at_bounds_again_if_they_change(monkeypatch):
     looks = []
     found = packed_bounds.starts_and_lengths
@@ -331,6 +340,16 @@ def test_strides_are_taken_as_they_are():
             assert torch.equal(mine, other)
     assert run(*swapped).transpose(1, 2).is_contiguous()
     assert run(query, key, value).is_contiguous()
+
+
+def test_negated_view():
+    """Its memory has the opposite sign."""
+    query, key, value = random_inputs(dim=1, value_dim=1, dtype=torch.float32, device=DEVICE)
+    negated = value.mul(1j).conj().imag
+    assert negated.is_neg()
+    options = Options(1.0, DEFAULT)
+    truth = kernels.bidirectional(query, key, negated.resolve_neg(), (None, None), options)
+    assert torch.equal(kernels.bidirectional(query, key, negated, (None, None), options), truth)
 
 
 def test_gradient_of_a_sum():

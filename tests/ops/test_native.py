@@ -187,10 +187,14 @@ class TestCorners:
         for x, y in zip(ours, truth, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
-    def test_negated_view(self, is_causal):
+    @pytest.mark.parametrize("step", [2, 1])
+    def test_negated_view(self, is_causal, step):
         """Its memory has the opposite sign."""
         inputs = [x.mul(1j).conj().imag for x in random_inputs(dim=1, value_dim=1)]
+        if step == 1:
+            inputs = [x[..., 0].unsqueeze(-1) for x in inputs]
         assert inputs[0].is_neg()
+        assert inputs[0].stride(-1) == step
         truth = native(*(x.resolve_neg() for x in inputs), is_causal=is_causal)
         assert torch.equal(native(*inputs, is_causal=is_causal), truth)
 
@@ -368,7 +372,7 @@ def test_differentiable_once(is_causal):
 @pytest.fixture
 def rebuild(monkeypatch, tmp_path):
     """Forgets the library; builds go to an empty folder, by a compiler given as a shell script that knows $LIBRARY."""
-    library = build._built("AVX2")
+    library = build._library_file("AVX2")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LIBRARY", str(library))
     build._load.cache_clear()
@@ -441,9 +445,9 @@ class TestBuild:
     def test_truncated_library_is_built_again(self, rebuild, size):
         """To load it would kill the process."""
         rebuild("")
-        whole = build._built("AVX2").read_bytes()
-        build._built("AVX2").write_bytes(whole[:size])
-        assert build._built("AVX2").read_bytes() == whole
+        whole = build._library_file("AVX2").read_bytes()
+        build._library_file("AVX2").write_bytes(whole[:size])
+        assert build._library_file("AVX2").read_bytes() == whole
 
     def test_no_home(self, rebuild, monkeypatch):
         for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"):
@@ -455,7 +459,7 @@ class TestBuild:
         rebuild("")
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-        assert "TORCH_EXTENSIONS_DIR names another folder" in self.refusal()
+        assert "set TORCH_EXTENSIONS_DIR to use another folder" in self.refusal()
 
     def test_folder_with_spaces_and_letters_of_any_alphabet(self, rebuild, monkeypatch, tmp_path):
         rebuild("")
@@ -481,7 +485,7 @@ class TestBuild:
 
     def test_two_processes_build_once(self, rebuild, tmp_path):
         rebuild(f"echo built >> {tmp_path}/log; sleep 0.3")
-        children = [FORKS.Process(target=build._built, args=("AVX2",)) for _ in range(3)]
+        children = [FORKS.Process(target=build._library_file, args=("AVX2",)) for _ in range(3)]
         for child in children:
             child.start()
         for child in children:
@@ -491,7 +495,7 @@ class TestBuild:
 
     def test_a_killed_build_leaves_nothing_in_the_way(self, rebuild, tmp_path):
         rebuild(f"touch {tmp_path}/begun; sleep 2")
-        child = FORKS.Process(target=build._built, args=("AVX2",))
+        child = FORKS.Process(target=build._library_file, args=("AVX2",))
         child.start()
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)

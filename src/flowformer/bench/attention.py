@@ -1,6 +1,6 @@
-"""Time and memory of Flow-Attention beside the authors' formulation and other attentions, all in one run.
+"""Time and memory of Flow-Attention, the authors' formulation and other attentions, measured in one run.
 
-    flowformer bench attention                              # what the README states, on this machine
+    flowformer bench attention                              # the benchmark of the README, on this machine
     flowformer bench attention --shapes B2H8N512d64 B1H16N65536d64 --kinds causal --csv times.csv
 
 First every contestant is checked against the float64 reference; those of this package must pass. Then all of them run
@@ -93,7 +93,7 @@ class Contestant:
     name: str
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     is_flow: bool = True
-    # numbers stored per token, by length and head dim; a contestant that cannot fit into memory is skipped
+    # numbers stored per token and head, by length and head dim; a contestant that does not fit into memory is skipped
     footprint: Callable[[int, int], int] = linear
 
 
@@ -200,7 +200,10 @@ def forward_backward(call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Non
 
 
 def check(kind: str, field: list[Contestant], heads: int, dim: int, device: str, dtype: torch.dtype) -> None:
-    """Compares values and gradients of every contestant that computes Flow-Attention with the reference."""
+    """Compare values and gradients of every contestant that computes Flow-Attention with the reference.
+
+    Exits if a contestant of this package is wrong.
+    """
     *qkv, grad = inputs((1, heads, 257, dim), device, dtype)
     oracle = {"bidirectional": reference.bidirectional, "causal": lambda *x, **o: reference.causal(*x, **o)[0]}[kind]
 
@@ -282,7 +285,7 @@ def gpu_measurements(contestant: Contestant, tensors: list[Tensor], repeats: int
 
 
 def replay_milliseconds(name: str, run: Callable[[], object], repeats: int) -> float:
-    """The time as a CUDA graph; NaN for a rival that cannot be one."""
+    """The time of a run replayed as a CUDA graph; NaN for a rival that cannot be captured."""
     try:
         return graph_milliseconds(run, repeats)
     except RuntimeError as error:
@@ -353,7 +356,7 @@ def table(rows: list[AttentionTiming]) -> str:
 
 
 def speedups(rows: list[AttentionTiming], backend: str) -> str:
-    """Forward+backward times of the others, relative to ours."""
+    """One line: how many times as fast as each other contestant the first backend is, forward+backward."""
     ours, *others = sorted(rows, key=lambda row: row.contestant != f"flow {backend}")
     times = ", ".join(f"{other.both_ms / ours.both_ms:.2f}× as fast as {other.contestant}" for other in others)
     return f"{ours.kind}, {ours.shape}, forward+backward: {ours.contestant} is {times}"

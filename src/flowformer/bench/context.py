@@ -1,18 +1,19 @@
-"""Context parallelism on this machine: bytes that a rank sends in one forward and backward pass, counted by the op.
+"""Context parallelism on this machine: bytes that a rank sends in a forward and a backward pass, counted by the op.
 
     flowformer bench context                                  # 2 and 4 processes, gloo
     flowformer bench context --ranks 8 --lengths 8192         # a sequence of 8192 tokens split over 8 processes
     flowformer bench context --work work.csv                  # the work of one rank, timed alone on this device
     flowformer bench context --project                        # many GPUs, by the formulas of context_projection.py
 
-Results and gradients are first checked against one process. Bytes are printed beside `predicted_bytes`, which does not
-depend on the length. Times are of processes that share the cores of one machine.
+Results and gradients are first compared with one process. The bytes sent are printed next to `predicted_bytes`, which
+does not depend on the length. The processes that are timed share the cores of one machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import tempfile
@@ -50,9 +51,9 @@ class ContextTiming:
 
 
 def exchanged_numbers(heads: int, dim: int, value_dim: int, is_causal: bool) -> list[tuple[int, int]]:
-    """For each exchange, forward and backward: how many numbers are summed, and how many are sent to every rank.
+    """For each exchange, forward and backward: how many numbers are summed, and how many are only sent to every rank.
 
-    For H heads of widths D and E: Σk, Σq and counts; Σk/O, Σq/I; one or two logarithms per head; S; their gradients.
+    The exchanges are Σk, Σq and counts; Σk/O, Σq/I; one or two logarithms per head; S; and their gradients.
 
     >>> exchanged_numbers(16, 64, 64, is_causal=True)[:4]
     [(2064, 0), (2048, 0), (0, 16), (65536, 0)]
@@ -87,10 +88,19 @@ def is_gathered(summed: int, ranks: int) -> bool:
 
 
 def measure(kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> ContextTiming:
-    """Starts the processes and returns the measurements of rank 0, with the error of the worst rank."""
+    """Start the processes. Returns: the measurements of rank 0, with the largest error of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, kind, ranks, length, heads, dim, repeats), nprocs=ranks)
         return torch.load(Path(folder) / "timing", weights_only=False)
+
+
+def worst_error(errors: list[float]) -> float:
+    """The largest error; infinity if one is NaN, which max and gloo's reduction may drop.
+
+    >>> worst_error([0.5, float("nan"), 0.25])
+    inf
+    """
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int, dim: int, repeats: int) -> None:
@@ -111,7 +121,7 @@ def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int
         ours = run(leaves, grad, dist.group.WORLD)
     whole = run(inputs[:3], inputs[3])
     errors = [relative_error(x, y[:, :, start:stop]) for x, y in zip(ours, whole, strict=True)]
-    worst = torch.tensor(max(errors), dtype=torch.float64)
+    worst = torch.tensor(worst_error(errors), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     del whole
     times = []
@@ -137,7 +147,7 @@ def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int
 
 
 def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> dict[str, object]:
-    """The work of one rank for this many tokens: a group of one process, whose exchanges are copies."""
+    """Time and memory of one rank with this many tokens, in a group of one process, whose exchanges are copies."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     inputs = torch.randn(4, 1, heads, tokens, dim, device=device, dtype=dtype).unbind()
     leaves = [x.requires_grad_() for x in inputs[:3]]
@@ -156,7 +166,7 @@ def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> 
 
 
 def write_work(path: Path, options: argparse.Namespace) -> None:
-    """Writes the file that --measured reads."""
+    """Measure the work of one rank at all lengths, and write the file that --measured reads."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rows = []
@@ -172,7 +182,7 @@ def write_work(path: Path, options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; the exit status is 1 if a result is wrong or the bytes sent are not those of the formula."""
+    """Print the table. Returns: the exit status, 1 if a result is wrong or the bytes sent differ from the formula."""
     parser = argparse.ArgumentParser("flowformer bench context", description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
@@ -200,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         for ranks in options.ranks:
             for length in options.lengths:
                 timing = measure(kind, ranks, length, options.heads, options.dim, options.repeats)
-                failures += timing.error > TOLERANCE or timing.bytes_sent != timing.bytes_predicted
+                failures += not timing.error <= TOLERANCE or timing.bytes_sent != timing.bytes_predicted
                 *first, ms, error = asdict(timing).values()
                 print("| " + " | ".join(map(str, first)) + f" | {ms:.1f} | {error:.1e} |", flush=True)
     for kind in KINDS:

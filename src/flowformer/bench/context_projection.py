@@ -41,7 +41,7 @@ class Link:
 
 # data sheets for the bandwidths (NVLink 4: 900 GB/s both ways; InfiniBand NDR: 400 Gb/s a GPU), assumed latencies
 NVLINK, INFINIBAND = Link(5e-6, 450e9), Link(15e-6, 50e9)
-# milliseconds of one layer of 16 heads of width 64, forward and backward, bfloat16, of so many tokens on one H200:
+# by number of tokens, milliseconds of one layer of 16 heads of width 64, forward and backward, bfloat16, on one H200:
 # results/attention-length-h200.csv, replayed as CUDA graphs
 WHOLE = {
     "bidirectional": {1024: 0.064, 4096: 0.114, 16384: 0.285, 65536: 0.968, 262144: 3.334},

@@ -74,10 +74,10 @@ class CachedSoftmax(nn.Module):
 
 
 class Decoder:
-    """A model in the middle of a text: `step` decodes one token, everything in place, so that a graph can replay it.
+    """A model that has read part of a text. `step` decodes one token in place, so that a CUDA graph can replay it.
 
     Args:
-        position: tokens that came before.
+        position: the number of tokens read before the first step.
     """
 
     def __init__(self, attention: str, batch: int, position: int, options: argparse.Namespace) -> None:
@@ -107,7 +107,7 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
-        """Appends the tokens to the text. Returns: the logits after the last of them, (B, V)."""
+        """Append tokens (B, N) to the text. Returns: the logits after the last one, (B, V)."""
         x = self.model.embedding(tokens)
         if self.states is None:
             x, _ = self.model.run_layers(x, positions=self.position)
@@ -124,7 +124,7 @@ class Decoder:
 
 
 def check(attention: str, options: argparse.Namespace) -> str | None:
-    """What is wrong with the steps; None if their logits equal those of one parallel call."""
+    """A message if the logits of single steps differ from those of one parallel call, else None."""
     decoder = Decoder(attention, 2, CHECKED_TOKENS if attention == "softmax" else 0, options)
     tokens = torch.randint(options.vocab, (2, CHECKED_TOKENS), device=options.device)
     found = []
@@ -143,7 +143,7 @@ def check(attention: str, options: argparse.Namespace) -> str | None:
 
 
 def prepared(decoder: Decoder, mode: str) -> Callable[[], object]:
-    """The step in a mode, warmed up."""
+    """A function that runs one step in this mode, after a warm-up."""
     step: Callable[[], object] = decoder.step
     if mode == "compiled":
         torch.compiler.reset()  # models of other positions would count towards the recompilation limit
@@ -175,11 +175,11 @@ def run(options: argparse.Namespace) -> Iterator[DecodeSpeed]:
 
 
 def progress(row: DecodeSpeed) -> str:
-    place = f"batch {row.batch}, after {row.position:,} tokens, {row.attention}, {row.mode}: "
+    prefix = f"batch {row.batch}, after {row.position:,} tokens, {row.attention}, {row.mode}: "
     if row.status != "ok":
-        return place + row.status
+        return prefix + row.status
     return (
-        f"{place}{row.tokens_per_second:,.0f} tokens/s ({row.p20:,.0f}–{row.p80:,.0f}), {row.cache_mib:,.1f} MiB kept"
+        f"{prefix}{row.tokens_per_second:,.0f} tokens/s ({row.p20:,.0f}–{row.p80:,.0f}), {row.cache_mib:,.1f} MiB kept"
     )
 
 

@@ -1,7 +1,7 @@
 """The error rule of tests and fuzzer: how far a result may be from the float64 oracle.
 
-The error of a result is at most twice that of the same maths in plain PyTorch at the same dtype, three times for a
-gradient. A correctly rounded result always passes, and so do a few rounding errors of the sums.
+The error of a result may be at most twice the error of the same computation in plain PyTorch at the same dtype, and
+three times for a gradient. A correctly rounded result always passes, and so do a few rounding errors of the sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Error(NamedTuple):
     """How far a tensor is from the truth."""
 
     relative: float  # ‖value − truth‖ / ‖truth‖, 0 where both are 0
-    ratio: float  # error / allowed error; the rule holds up to 1; NaN or inf if the value is not finite
+    ratio: float  # error / allowed error, at most 1 if the rule is obeyed; NaN or inf if the value is not finite
 
     @property
     def obeys(self) -> bool:
@@ -28,7 +28,7 @@ class Error(NamedTuple):
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """‖value − truth‖ / ‖truth‖ in float64; NaN stays NaN, so that no comparison passes."""
+    """‖value − truth‖ / ‖truth‖ in float64. NaN stays NaN: check `error <= tolerance`, which is then False."""
     value, truth = value.double().cpu(), truth.double().cpu()
     return ((value - truth).norm() / truth.norm().clamp_min(1e-300)).item()
 
@@ -53,7 +53,7 @@ def measure(
         whole: the norm that rounding errors of sums are relative to; None is the norm of the truth. For gradients, pass
             the norm of all gradients: one of them may be zero by cancellation (all of dQ and dK where N = 1).
         truncates: the value was rounded toward zero, with twice the error of rounding to nearest.
-        is_sum: a gradient of the scalars of a state, to which every number of every token contributes.
+        is_sum: the value is a gradient of the scalars of a state or of the powers, to which every token contributes.
     """
     truth = truth.double()
     error, plain_error, size = ((x.double() - truth).norm().item() for x in (value, plain, torch.zeros_like(truth)))
@@ -62,10 +62,10 @@ def measure(
     scale = 2**-27 if dtype == torch.float64 else 2 if truncates else 1
     rounding = ROUNDING * scale * (size if whole is None else whole)
     if whole is not None and unit > 2**-24:
-        # in half precision, what cancels in a gradient that is zero was rounded: by a sixteenth of a rounding of the
-        # whole, and by half of one in a sum over all tokens
+        # in half precision, the terms that cancel in a gradient of zero were rounded: allow a sixteenth of a rounding
+        # error of `whole`, and half of one for a sum over all tokens
         rounding = max(rounding, unit / (2 if is_sum else 16) * whole)
-    # max ignores a NaN of the plain result, which then allows nothing beyond rounding
+    # max ignores NaN in its second argument: if the plain result is NaN, only rounding errors are allowed
     allowed = max(unit * size + factor * rounding, factor * scale * plain_error)
     relative = error / size if size else 0.0 if error == 0 else float("inf")
     ratio = error / allowed if allowed else 0.0 if error == 0 else float("inf")

@@ -1,7 +1,7 @@
 """Random calls of Flow-Attention against the float64 reference: `flowformer bench fuzz`.
 
-Needs only torch, and Triton for the kernels; `python -m flowformer.bench.fuzz` needs no packages of the command line.
-On a CPU the kernels run in Triton's interpreter, with short sequences.
+Needs only torch, and Triton for the kernels; run as `python -m flowformer.bench.fuzz`, it works without the packages of
+the command line. On a CPU the kernels run in Triton's interpreter, with short sequences.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import shlex
@@ -32,7 +33,7 @@ FAILURES = ("fail", "died", "hang")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs cases. Returns: 1 if one failed."""
+    """Run the fuzzer. Returns: the exit status, 1 if a case failed."""
     options = _parse(arguments)
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before Triton is imported
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterator[list[Case]]:
-    """An endless stream of the cases of each configuration, determined by the arguments."""
+    """Yield lists of cases without end, each of one configuration, determined by the arguments alone."""
     index = 0
     while True:
         random = Random(f"{seed}, {index}")
@@ -64,7 +65,7 @@ def draw(seed: int, device: str, backends: Sequence[str], shapes: int) -> Iterat
 
 
 class Summary:
-    """Counts the verdicts, and writes a line per case to a file."""
+    """The counts of verdicts and the largest errors; also writes one line per case to a file, if given."""
 
     def __init__(self, device: str, out: IO[str] | None) -> None:
         self.device, self.out, self.start = device, out, time.monotonic()
@@ -78,7 +79,8 @@ class Summary:
         self.verdicts[record["backend"], record["kind"], record["verdict"]] += 1
         for name, error in record.get("errors", {}).items():
             key = record["backend"], json.loads(record["case"])["dtype"], name
-            if not error["ratio"] <= self.worst.get(key, (-1.0, ""))[0]:
+            largest, _ = self.worst.get(key, (-1.0, ""))
+            if not (math.isnan(largest) or error["ratio"] <= largest):  # NaN is worse than every number
                 self.worst[key] = error["ratio"], record["case"]
         if record["verdict"] in FAILURES:
             self.failures += 1
@@ -109,7 +111,7 @@ class Summary:
 
 
 class Worker:
-    """A process that checks one case after another; if a case kills it, only the process is restarted."""
+    """A child process that checks one case after another, so that a case that crashes does not end the run."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -122,7 +124,7 @@ class Worker:
         self.since = 0.0
 
     def next(self) -> None:
-        """Starts the next case of its queue."""
+        """Send the next case of the queue to the process."""
         self.case, self.since = self.queue.popleft(), time.monotonic()
         self.connection.send(self.case.to_json())
 
@@ -156,7 +158,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
     started = 0
     workers: list[Worker] = []
 
-    def give(worker: Worker) -> None:
+    def start_next(worker: Worker) -> None:
         nonlocal started
         if started >= options.cases or time.monotonic() >= end:
             worker.case = None
@@ -169,7 +171,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
     try:
         for _ in range(options.workers):
             workers.append(Worker(options.device))
-            give(workers[-1])
+            start_next(workers[-1])
         while any(worker.case for worker in workers) and time.monotonic() < end:
             summary.progress(options.cases, end)
             ready = wait([worker.connection for worker in workers if worker.case], timeout=1)
@@ -182,7 +184,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
                         record, lost = worker.connection.recv()
                         summary.add(record)
                         if not lost:
-                            give(worker)
+                            start_next(worker)
                             continue
                     except (EOFError, ConnectionError):
                         worker.process.join(5)
@@ -206,7 +208,7 @@ def _run(drawn: Iterator[list[Case]], options: argparse.Namespace, summary: Summ
                 worker.stop()
                 workers[index] = Worker(options.device)
                 workers[index].queue = worker.queue
-                give(workers[index])
+                start_next(workers[index])
     finally:
         for worker in workers:
             worker.stop()

@@ -1,4 +1,4 @@
-"""The calls that the fuzzer makes: what a case is, and how cases are drawn.
+"""The cases of the fuzzer, and how they are drawn.
 
 Properties that kernels are compiled for (dtype, widths, masks …) are drawn as a configuration; lengths, values and
 everything else are drawn for each case of it, so that many cases share a compilation.
@@ -24,7 +24,7 @@ BOUNDARIES = tuple(power + step for power in (16, 32, 64, 128, 256, 512, 1024, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call, in plain values: as JSON it is the argument of --case."""
+    """One call, described by plain values; as JSON, the argument of --case."""
 
     backend: str
     kind: str
@@ -39,7 +39,7 @@ class Case:
     lengths: list[int] = field(default_factory=list)  # of packed sequences
     source_lengths: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)  # where a recurrent sequence is cut
-    past: int = 0  # tokens before a recurrent sequence, which arrive as its state
+    past: int = 0  # tokens before a recurrent sequence, passed as its state
     query_mask: str | None = None
     key_mask: str | None = None
     junk: bool = False  # NaN in masked tokens
@@ -48,9 +48,10 @@ class Case:
     amplitude: float = 1.0  # of queries and keys
     scale: float | None = None
     variant: dict[str, Any] = field(default_factory=dict)  # fields of FlowVariant that differ from the default
-    powers: bool = False  # for renormalised variants; their gradient is taken if any gradient is
-    gradients: str = "qkv"  # inputs that get one: query, key, value, state; with e, the loss uses the end state too
-    autocast: str | None = None  # "same": of inputs that are in its dtype; "mixed": of a float32 query beside them
+    powers: bool = False  # only for renormalised variants; they require a gradient if any input does
+    # letters of the inputs that require a gradient: q, k, v, s (state); e if the loss depends on the end state, too
+    gradients: str = "qkv"
+    autocast: str | None = None  # "same": all inputs have `dtype`; "mixed": all but the query, which is float32
     seed: int = 0
 
     @property
@@ -62,7 +63,7 @@ class Case:
         return "bidirectional" != self.kind != "packed"
 
     def to_json(self) -> str:
-        """Without fields that have their default."""
+        """The case as JSON, without fields that have their default."""
         given = asdict(self)
         for each in fields(self):
             default = each.default_factory() if each.default_factory is not MISSING else each.default
@@ -80,13 +81,13 @@ class Case:
 
 
 class Limits(NamedTuple):
-    """Limits on the size of cases, so that a device checks many of them."""
+    """Limits on the size of cases, so that a device can check many of them."""
 
-    numbers: int  # in all inputs and the result
-    longest: int  # usual length
+    numbers: int  # in all inputs and the result together
+    longest: int  # length of a sequence
     dim: int
     heads: int
-    large: int  # length of the few large cases, 0 for none
+    large: int  # length of a sequence in the few large cases; 0: no large cases
 
 
 LIMITS = {
@@ -97,7 +98,7 @@ LIMITS = {
 
 
 def draw_configuration(random: Random, backend: str, limits: Limits) -> dict[str, Any]:
-    """What kernels are compiled for, as fields of a Case."""
+    """The fields of a Case that kernels are compiled for."""
     kind = random.choice(KINDS)
     dtypes = ["float32", "bfloat16", "bfloat16", "float16"]
     dtype = random.choice(dtypes if backend == "triton" else [*dtypes, "float64"])
@@ -115,7 +116,7 @@ def draw_configuration(random: Random, backend: str, limits: Limits) -> dict[str
         "layouts": [random.choice(LAYOUTS)] * 3 if random.random() < 0.7 else random.choices(LAYOUTS, k=3),
         "variant": (variant := _variant(random)),
         "powers": _takes_powers(variant) and random.random() < 0.7,
-        "scale": random.choice([None, None, 1.0]),  # 1.0 stands for any number
+        "scale": random.choice([None, None, 1.0]),  # 1.0 is a placeholder: `draw_case` draws the number
         "gradients": random.choice(["", "qkv", "qkv", "qkv", "qkv"]),
     }
     if "packed" not in kind:
@@ -129,7 +130,7 @@ def draw_configuration(random: Random, backend: str, limits: Limits) -> dict[str
 
 
 def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> Case:
-    """A case of a configuration."""
+    """A random case of a configuration."""
     case = dict(configuration)
     kind, dim = case["kind"], case["dim"]
     for name in ("query_mask", "key_mask"):
@@ -145,7 +146,7 @@ def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> 
     case["seed"] = random.randrange(2**31)
 
     token = case["heads"] * dim + case["key_heads"] * (dim + case["value_dim"]) + case["heads"] * case["value_dim"]
-    room = max(limits.numbers // token, 1)  # tokens that the limit leaves
+    room = max(limits.numbers // token, 1)  # tokens within the limit
     large = limits.large and random.random() < 0.02
     longest = min(limits.large, 4 * room) if large else min(limits.longest, room)
     if kind.startswith("packed"):
@@ -165,7 +166,7 @@ def draw_case(random: Random, configuration: dict[str, Any], limits: Limits) -> 
     if kind == "recurrent":
         count = min(random.choice([0, 1, 1, 2, 4]), length)
         cuts = [random.randint(0, length) for _ in range(count)]
-        if cuts and random.random() < 0.5:  # then single tokens
+        if cuts and random.random() < 0.5:  # two single tokens after the first cut, as in decoding
             cuts += [min(cuts[0] + step, length) for step in (1, 2)]
         case["cuts"] = sorted(cuts)
         case["past"] = random.choice([0, 0, 1, 7, 40])
@@ -180,7 +181,7 @@ def _dim(random: Random, limits: Limits) -> int:
 
 
 def _length(random: Random, longest: int) -> int:
-    """0, 1, a length next to a block boundary, or any."""
+    """A random length: near 0, next to a block boundary, or any."""
     choice = random.random()
     if choice < 0.08:
         return random.choice([0, 1, 1, 2])
@@ -192,7 +193,7 @@ def _length(random: Random, longest: int) -> int:
 
 def _variant(random: Random) -> dict[str, Any]:
     if random.random() < 0.4:
-        # competition among heads is only in the torch backend, and has no causal form
+        # competition among heads exists only in the torch backend and has no causal form
         presets = [preset for preset in PRESETS.values() if preset.competitors == "tokens"]
         return _differences(random.choice(presets))
     return _differences(

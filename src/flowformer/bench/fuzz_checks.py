@@ -1,7 +1,7 @@
 """The checks of the fuzzer on a case.
 
-Values and gradients obey the error rule; two runs give the same bits, and so does a run in which all allocated memory
-starts as NaN; nothing is written outside an allocation; inputs are not changed.
+Values and gradients must obey the error rule; two runs must give the same bits, and so must a run in which all
+allocated memory starts as NaN; a call must not write outside its allocations or change its inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .errors import FORWARD, GRADIENT, ROUNDING, measure
 from .fuzz_cases import Case
 from .fuzz_memory import Guard, guarded_copy
 
-QUADRATIC = {"cpu": 2**21, "cuda": 2**25}  # numbers of the N × M matrices of the reference, above which pieces are used
+# numbers in the N × M matrices of the reference; above this, the oracle computes in pieces or without the matrices
+QUADRATIC = {"cpu": 2**21, "cuda": 2**25}
 PIECE = 256  # tokens
 OUTPUTS = ("result", "sums", "memory", "scalars")
 GRADIENTS = ("d_query", "d_key", "d_value", "d_sums", "d_memory", "d_scalars")
@@ -51,7 +52,7 @@ class Inputs(NamedTuple):
         return self.query, self.key, self.value, *(self.state or ()), *(() if self.powers is None else (self.powers,))
 
     def parts(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-        """Splits leaves into query, key and value; the state, if any; the powers, if any."""
+        """Split leaves into query, key and value; the state (empty without one); the powers (None without them)."""
         count = 0 if self.state is None else 3
         return leaves[:3], leaves[3 : 3 + count], None if self.powers is None else leaves[-1]
 
@@ -62,7 +63,7 @@ class Inputs(NamedTuple):
 
 
 def check(case: Case, device: str) -> dict[str, Any]:
-    """The verdict on a case, why, and the errors of each tensor.
+    """A record of the case: the verdict, the reasons, and the error of each tensor.
 
     Verdicts: "pass"; "fail"; "refused" by the backend; "memory" if the device has too little. Three more mark
     violations of the error rule that are not faults:
@@ -80,7 +81,7 @@ def check(case: Case, device: str) -> dict[str, Any]:
     except NotImplementedError as refusal:
         record |= {"verdict": "refused", "why": str(refusal)}
     except torch.OutOfMemoryError as error:
-        # in the oracle, or because other workers hold the memory
+        # raised by the oracle, or because other workers hold the memory
         torch.cuda.empty_cache()
         record |= {"verdict": "memory", "why": str(error).splitlines()[0]}
     except Exception as error:
@@ -120,7 +121,8 @@ def _check(case: Case, device: str) -> tuple[str, list[str], dict[str, Any]]:
         reasons.append("an input was changed")
 
     truths = oracle(exact)
-    # in float64 the oracle is plain PyTorch itself: the error of float32 tells how well the sums are conditioned
+    # for float64 inputs, plain PyTorch is the oracle itself: use the error of float32, which shows how well conditioned
+    # the sums are
     coarse = torch.float32 if dtype == torch.float64 else dtype
     plain = oracle([x.to(coarse if i < 3 else torch.float32) for i, x in enumerate(exact)])
     whole = math.sqrt(sum(x.norm().item() ** 2 for name, x in truths.items() if name in GRADIENTS))
@@ -157,7 +159,7 @@ def _excuse(case, inputs, exact, cotangents, oracle, truths, excess: dict[str, f
     rounding = torch.finfo(dtype).eps / 2
     clamp = _variant(case).clamp
     if clamp is not None:
-        # a flow is a sum in float32 at best, with an error of a few rounding errors
+        # a flow is a sum in float32 at best, so it may be off by a few rounding errors
         off = FORWARD * ROUNDING if dtype == torch.float32 else rounding
         above, below = (
             oracle(exact, replace(case, variant={**case.variant, "clamp": clamp * (1 + d)})) for d in (off, -off)
@@ -202,7 +204,7 @@ def _running_logarithm(x: Tensor, dim: int) -> Tensor:
 
 
 class _RoundedSoftmax(torch.autograd.Function):
-    """A softmax y in whose gradient y (dy − Σ y dy) the sum has a relative error."""
+    """A softmax y whose gradient, y (dy − Σ y dy), is computed with a relative error in the sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, off: float) -> Tensor:
@@ -221,7 +223,7 @@ class _RoundedSoftmax(torch.autograd.Function):
 def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapping[str, Tensor]) -> dict[str, float]:
     """Eight rounding errors of the terms in the gradients of query and key: through φ(q)φ(k)ᵀ and through the flows.
 
-    A rounding is one of half precision, or of a sum over the tokens in float32.
+    A rounding error is one of the dtype, or of a float32 sum over the tokens if that is larger.
     """
     uses: list[Tensor] = []
     features = reference._features
@@ -245,6 +247,7 @@ def _noise(case: Case, inputs: Inputs, exact: Sequence[Tensor], cotangents: Mapp
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
+    """Random arguments of the case, determined by its seed."""
     random = torch.Generator().manual_seed(case.seed)
     dtype, buffers = getattr(torch, case.dtype), []
     rows = () if case.is_packed else (case.batch,)
@@ -274,12 +277,12 @@ def make_inputs(case: Case, device: str) -> Inputs:
         mask = joint if case.is_causal else masks[min(index, 1)]
         if case.junk and mask is not None and layout != "expanded":
             values = values.masked_fill(~mask.cpu()[:, None, :, None], torch.nan)
-        kept = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
+        input_dtype = torch.float32 if case.autocast == "mixed" and index == 0 else dtype
         # packed tokens come before heads
-        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(kept), layout))
+        tensors.append(put((values.transpose(0, 1) if case.is_packed else values).to(input_dtype), layout))
     powers = None
     if case.powers:
-        # τ of either sign, and a gate between open and twice the paper's
+        # τ in [−1, 2] and γ in [0, 2]; both are 1 in the paper
         drawn = torch.rand(2, case.heads, generator=random)
         drawn = torch.stack([3 * drawn[0] - 1, 2 * drawn[1]])
         powers = put(drawn.to(torch.float64 if dtype == torch.float64 else torch.float32))
@@ -338,7 +341,7 @@ def _call(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _exact(case: Case, inputs: Inputs, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The same by the reference, in the dtype of the leaves and in one piece."""
+    """The outputs of `_call` by the reference, in the dtype of the leaves; a recurrent sequence is not cut."""
     (query, key, value), state, powers = inputs.parts(leaves)
     scale, variant = _scale(case), _variant(case)
     if not case.is_packed:
@@ -404,7 +407,7 @@ def _with_gradients(
     wanted: Sequence[bool],
     cotangents: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The outputs by name, and the gradients of the wanted leaves."""
+    """The outputs by name, and the gradients of the leaves for which `wanted` is True."""
     parts = zip(inputs.gradients, leaves, wanted, strict=True)
     named = {name: x.detach().requires_grad_(want) for name, x, want in parts}
     outputs = dict(zip(OUTPUTS, function(list(named.values())), strict=False))
@@ -424,15 +427,15 @@ def _with_gradients(
 
 
 def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Upstream gradients in the dtypes of the outputs: of the result and, if the loss depends on it, the end state."""
+    """Random upstream gradients of the result and, if the loss depends on it, of the end state, in their dtypes."""
     named = dict(zip(OUTPUTS, outputs, strict=False))
     if "e" not in case.gradients:
         named = {"result": named["result"]}
     dtype = getattr(torch, case.dtype)
     cotangents = {}
     for name, output in named.items():
-        kept = dtype if name == "result" or dtype == torch.float64 else torch.float32
-        values = torch.randn(output.shape, generator=inputs.random).to(kept)
+        output_dtype = dtype if name == "result" or dtype == torch.float64 else torch.float32
+        values = torch.randn(output.shape, generator=inputs.random).to(output_dtype)
         if name == "scalars":
             # the count has no gradient, nor does a sum that the variant does not use or that is empty
             values[..., 0] = 0
@@ -445,7 +448,7 @@ def _cotangents(case: Case, inputs: Inputs, outputs: Sequence[Tensor]) -> dict[s
 
 
 def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tensor) -> Iterator[Tensor]:
-    """In float64, without sums that the variant does not use and values outside the range of the dtype."""
+    """The three tensors in float64, 0 for sums that the variant does not use and values that overflow the dtype."""
     largest = torch.finfo(value.dtype).max
     value, plain, truth = value.double(), plain.double(), truth.double()
     if name.endswith("scalars"):
@@ -455,7 +458,7 @@ def _comparable(case: Case, name: str, value: Tensor, plain: Tensor, truth: Tens
             case.variant.get("allocation", "sigmoid") != "softmax",
         ]
         left_out = torch.tensor(unused, device=value.device).expand_as(truth)
-        # the logarithm of an empty sum
+        # both are the logarithm of an empty sum
         left_out = left_out | ((truth == -torch.inf) & (value == -torch.inf))
     else:
         left_out = truth.abs() > largest

@@ -43,6 +43,7 @@ class Guard:
         return allocate
 
     def touched(self) -> bool:
+        """Whether a guard band was overwritten."""
         return bool(self.bands) and not bool(torch.stack([(band == FILL).all() for band in self.bands]).all())
 
 

@@ -1,10 +1,11 @@
-"""FlowformerTimeSeriesClassifier with its default settings beside aeon's RocketClassifier, on JapaneseVowels.
+"""FlowformerTimeSeriesClassifier with default settings, compared with aeon's RocketClassifier, on JapaneseVowels.
 
     flowformer bench japanese-vowels
 
-The set is shipped with aeon: 270 training and 370 test series of 12 channels and 7 to 29 steps, nine speakers. Both see
-the training series only and are scored once, after the fit. RocketClassifier needs equal lengths: series are padded.
-Seconds are for `fit` and `predict` together on one thread, aeon's default, without compilation.
+The data set is shipped with aeon: 270 training and 370 test series of 12 channels and 7 to 29 steps, nine speakers.
+Both classifiers see only the training series and are scored once, after the fit. RocketClassifier needs equal lengths,
+so its series are padded. Seconds are for `fit` and `predict` together on one thread, aeon's default, without
+compilation.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main(arguments: list[str] | None = None) -> list[VowelsResult]:
     seeds = parser.parse_args(arguments).seeds
     print(f"CPU, one thread, torch {torch.__version__}, aeon {aeon.__version__}")
     train, test = load_japanese_vowels("train"), load_japanese_vowels("test")
+    # compiles Rocket before the timing
     few = train[0][::30], train[1][::30]
     rocket(0).fit(*few).predict(few[0])
     rows = [

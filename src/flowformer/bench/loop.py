@@ -1,11 +1,11 @@
-"""How much of a training step is the model: the training loop of a recipe against its bare model on the same batches.
+"""Overhead of the training loop: the loop of a recipe, compared with its bare model on the same batches.
 
     flowformer bench loop                                     # lra/text and lra/listops
-    flowformer bench loop --synthetic                         # without their data: synthetic, in the same format
+    flowformer bench loop --synthetic                         # with synthetic data in the same format
     flowformer bench loop lra/listops --set precision=tf32 workers=8
 
-The loop reads, pads and moves its batches, logs, and draws its random numbers. The bare model finds the same batches on
-the device: forward, backward, optimiser, nothing else. "Data alone" is batches per second without a model.
+The loop reads, pads and moves its batches, logs, and draws its random numbers. The bare model runs only forward,
+backward and optimiser, on batches that are already on the device. "Data alone" is batches per second without a model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def listops(folder: Path) -> None:
 
 
 def reviews(folder: Path) -> None:
-    """Reviews with the lengths of the real ones: a median of 970 bytes, a mean of 1300, few beyond 4000."""
+    """Write synthetic reviews with the lengths of the real ones: median 970 bytes, mean 1300, few beyond 4000."""
     draw = random.Random(0)
     for part in ("train", "test"):
         for mood in ("neg", "pos"):
@@ -73,7 +73,7 @@ SYNTHETIC: dict[str, Callable[[Path], None]] = {"lra/text": reviews, "lra/listop
 
 
 def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> LoopTiming:
-    """Bare model, data alone and loop, one after another: `steps` updates each, after `warmup` updates."""
+    """Time data alone, bare model and loop, one after another: `steps` updates each, after `warmup` updates."""
     config = replace(
         config, steps=warmup + steps, eval_every=warmup + steps, checkpoint_every=warmup + steps, log_every=LOG_EVERY
     )
@@ -97,7 +97,7 @@ def measure(config: TrainConfig, splits: Splits, steps: int, warmup: int) -> Loo
         data_seconds = time.perf_counter() - started
         tokens = sum(int(task.tokens(batch)) for batch in batches[warmup * config.accumulate :])
         bare_seconds, bare_memory = _bare(trainer.config, batches, warmup, device)
-        _forget_peak(device)
+        _reset_peak(device)
         trainer.run()
     loop_seconds = logged[warmup + steps] - logged[warmup]
     return LoopTiming(
@@ -126,7 +126,7 @@ def _bare(config: TrainConfig, batches: list[tasks.Batch], warmup: int, device: 
     if config.compile:
         objective.compile()
     dtype = AUTOCAST.get(config.precision)
-    _forget_peak(device)
+    _reset_peak(device)
     started = 0.0
     for step in range(len(batches) // config.accumulate):
         if step == warmup:
@@ -151,7 +151,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _forget_peak(device: torch.device) -> None:
+def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

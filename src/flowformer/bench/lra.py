@@ -3,15 +3,15 @@
     flowformer bench lra --out speed.csv --plot speed.png       # 1K to 4K tokens, batch 32
     flowformer bench lra --attentions flow softmax --lengths 256 512 --batch 2
 
-The paper does not state task, batch and model of its table. Here the model is the Long-Range Arena's byte-level text
-model: four layers, four heads, width 256. The rivals have this size there; the Flowformer of `lra/text` has only one
-layer. Only the attention differs. Sequences have full length, so no mask is needed, and softmax attention can use its
-fastest path. A training step is a forward pass, a backward pass and an AdamW update.
+The paper does not state task, batch and model of its table. Here the model is the byte-level text model that rivals
+have in the Long-Range Arena: four layers, four heads, width 256 (the Flowformer of `lra/text` has only one layer). Only
+the attention differs. Sequences have full length, so no mask is needed, and softmax attention can use its fastest path.
+A training step is a forward pass, a backward pass and an AdamW update.
 
 First, scores and gradients of every attention, on this device and in this dtype, are checked against float64 on the
 CPU. Then each cell reports median steps per second with the 20th and 80th percentiles, peak memory above model and
-optimiser, the ratio to softmax attention, and the paper's ratio. OOM marks what does not fit, with the largest batch
-that fits, found by halving. Rows are written as they are measured.
+optimiser, the ratio to softmax attention, and the paper's ratio. OOM marks a batch that does not fit, with the largest
+one that does, found by halving. Rows are written as they are measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SpeedCell:
     length: int
     mode: str
     batch: int
-    status: str  # "ok", "OOM", or what failed
+    status: str  # "ok", "OOM", or "failed: " and the error
     steps_per_second: float | None = None
     p20: float | None = None
     p80: float | None = None
@@ -107,7 +107,7 @@ def compiled(model: nn.Module, options) -> Callable[[Tensor], Tensor]:
 
 
 def check(name: str, options) -> str | None:
-    """What is wrong with an attention; None if scores and gradients match float64 on the CPU."""
+    """A message if scores or gradients of an attention differ from float64 on the CPU, else None."""
     model = build(name, CHECKED_LENGTH, options).eval()
     exact = copy.deepcopy(model).cpu().double()
     tokens, classes = batch(2, CHECKED_LENGTH, "cpu")
@@ -130,7 +130,7 @@ def check(name: str, options) -> str | None:
 
 
 def steps(model: nn.Module, options) -> dict[str, Callable[[Tensor, Tensor], None]]:
-    """A step of each mode, for a batch."""
+    """By mode, a function that runs one step on a batch."""
     call = compiled(model, options)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -171,7 +171,7 @@ def measure(step: Callable[[Tensor, Tensor], None], size: int, length: int, opti
 
 
 def attempt(call: Callable[[], Any], device: str) -> tuple[str, Any]:
-    """("ok", result), or the reason of the failure and None; frees the memory of a failed attempt."""
+    """("ok", result), or the status of a failure and None; frees the memory of a failed attempt."""
     try:
         return "ok", call()
     except Exception as error:  # a failing attention must not stop the others
@@ -203,7 +203,7 @@ def cells(name: str, length: int, options) -> Iterator[SpeedCell]:
 
 
 def run(options) -> Iterator[SpeedCell]:
-    """All rows, by length, so that rows that are compared are measured close together."""
+    """All rows, ordered by length, so that rows to be compared are measured close together."""
     for length in options.lengths:
         softmax: dict[str, float | None] = {}
         for name in sorted(options.attentions, key=lambda name: name != "softmax"):
@@ -220,12 +220,12 @@ def run(options) -> Iterator[SpeedCell]:
 
 
 def progress(row: SpeedCell) -> str:
-    place = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
+    prefix = f"{row.length:,} tokens, {row.attention}, {row.mode}: "
     if row.status == "ok":
         return (
-            f"{place}{row.steps_per_second:.2f} steps/s ({row.p20:.2f}–{row.p80:.2f}), {row.peak_mib:,.0f} MiB at most"
+            f"{prefix}{row.steps_per_second:.2f} steps/s ({row.p20:.2f}–{row.p80:.2f}), {row.peak_mib:,.0f} MiB at most"
         )
-    return f"{place}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
+    return f"{prefix}{row.status}" + (f", fits with batch {row.largest_batch}" if row.largest_batch else "")
 
 
 def table(rows: list[SpeedCell]) -> str:

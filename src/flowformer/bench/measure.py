@@ -39,7 +39,7 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A run as a CUDA graph, after one on a side stream to warm up."""
+    """Capture a run as a CUDA graph, after a warm-up run on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -52,7 +52,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def graph_milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """The median time of the kernels of a run, replayed as a CUDA graph, without host overhead."""
+    """The median time of a run replayed as a CUDA graph, that is without host overhead."""
     graph = captured(run)
     # flush the L2 cache, which would still hold data of the previous replay
     flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")
@@ -75,7 +75,7 @@ def host_microseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def launches(run: Callable[[], object]) -> int:
-    """How many kernels a run starts."""
+    """The number of kernels that a run launches."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
@@ -84,7 +84,7 @@ def launches(run: Callable[[], object]) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """Peak memory above what was allocated before."""
+    """Peak memory of a run, above the memory allocated before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -103,8 +103,8 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def percentiles(times: list[float]) -> tuple[float, float, float]:
-    """The median, the 20th and the 80th percentile; of a single time, that time thrice."""
-    if len(times) == 1:  # an error in `statistics` before Python 3.13
+    """The median, the 20th and the 80th percentile; for a single time, all three are that time."""
+    if len(times) == 1:  # `statistics.quantiles` raises on it before Python 3.13
         return times[0], times[0], times[0]
     fifths = statistics.quantiles(times, n=5, method="inclusive")
     return statistics.median(times), fifths[0], fifths[-1]
@@ -112,11 +112,11 @@ def percentiles(times: list[float]) -> tuple[float, float, float]:
 
 @contextmanager
 def limited_memory(device: str, gib: float | None = None) -> Iterator[None]:
-    """Limit memory: inside, allocations beyond the limit raise an error that `is_out_of_memory` recognises.
+    """Limit memory inside the context: allocations beyond the limit raise an error that `is_out_of_memory` recognises.
 
     Args:
-        gib: on a CPU, above what the process already uses. None is all memory of a GPU, and four fifths of the free
-            memory on a CPU (no limit on systems other than Linux).
+        gib: the limit; on a CPU, in addition to what the process already uses. None is all memory of a GPU, and four
+            fifths of the available memory on a CPU (no limit on systems other than Linux).
     """
     if device == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -147,14 +147,19 @@ def _kib(path: str, name: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    # the CPU allocator and cuBLAS have no error class of their own
-    told = any(sign in str(error) for sign in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
-    return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    # the CPU allocator and cuBLAS raise plain RuntimeErrors
+    by_message = any(text in str(error) for text in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return by_message or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 @contextmanager
 def csv_file(path: Path | None, row_type: type, facts: dict[str, str]) -> Iterator[Callable[[Any], None]]:
-    """A function that writes a row, a dataclass, at once, so that a killed run keeps its rows."""
+    """Yield a function that writes a row, a dataclass, and flushes it, so that a killed run keeps its rows.
+
+    Args:
+        path: None writes nothing.
+        facts: columns with the same value in every row.
+    """
     if path is None:
         yield lambda row: None
         return

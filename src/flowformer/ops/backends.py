@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class Backend(NamedTuple):
     """One implementation of Flow-Attention.
 
-    A call of `refusals` returns the reasons why the backend cannot compute it, if any. `by_name` says whether it
-    computes calls with such a query only if asked for by name. The other functions are those of `interface.py`, after
-    its checks.
+    `refusals` returns the reasons why the backend cannot run a call, empty if it can. `by_name` returns whether calls
+    with this query run on the backend only if it is requested by name. The other functions implement those of
+    `interface.py`, on checked arguments.
     """
 
     name: str
-    note: str  # what it is, for `explain`
+    note: str  # a short description, for `explain`
     refusals: Callable[[Tensor, Tensor, Tensor, bool, FlowVariant], list[str]]
     by_name: Callable[[Tensor], bool]
     bidirectional: Callable[[Tensor, Tensor, Tensor, Masks, Options], Tensor]
@@ -65,7 +65,7 @@ def choose(
 
 
 def verdicts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
-    """For each backend, whether it can run, and why not."""
+    """One line per backend: whether it can run this call, and if not, why."""
     lines = []
     for backend in BACKENDS.values():
         reasons = backend.refusals(query, key, value, is_causal, variant)

@@ -1,4 +1,4 @@
-"""Packed sequences: the bounds of each, checked, and the padded form of some of them.
+"""Packed sequences: checks of their bounds, and conversion of groups of sequences to padded tensors.
 
 Shapes: packed tokens (T, H, D), cu_seqlens (B + 1,).
 """
@@ -11,21 +11,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-Bounds = Tensor | None  # (B + 1,), 0 and where each sequence ends; None where sequences are not packed
-Spans = tuple[list[int], list[int]]  # where each sequence starts, and its length
+Bounds = Tensor | None  # (B + 1,), 0 and the end of each sequence; None if sequences are not packed
+Spans = tuple[list[int], list[int]]  # starts and lengths of the sequences
 
 
 class PaddedSequences(NamedTuple):
-    """Some sequences of a packed tensor, as rows of a padded one of length L."""
+    """Some sequences of a packed tensor, as the R rows of a padded tensor of length L."""
 
-    tokens: Tensor  # (R, L), the packed token at each position, 0 where there is none
-    mask: Tensor | None  # (R, L), True where there is a token; None if everywhere
+    tokens: Tensor  # (R, L), the index of the packed token at each position, 0 in the padding
+    mask: Tensor | None  # (R, L), False in the padding; None without padding
 
     @classmethod
     def of(cls, starts: list[int], lengths: list[int], device: torch.device) -> PaddedSequences:
+        """The sequences with these starts and lengths."""
         longest = max(lengths)
         position = torch.arange(longest, device=device)
         start = torch.tensor(starts, device=device)[:, None]
@@ -36,6 +37,7 @@ class PaddedSequences(NamedTuple):
 
     @classmethod
     def all(cls, cu_seqlens: Tensor, longest: int) -> PaddedSequences:
+        """All sequences, padded to `longest`; unlike `of`, without reading lengths on the host."""
         position = torch.arange(longest, device=cu_seqlens.device)
         mask = position < cu_seqlens.diff()[:, None]
         return cls(torch.where(mask, cu_seqlens[:-1, None] + position, 0), mask)
@@ -45,7 +47,7 @@ class PaddedSequences(NamedTuple):
         return x[self.tokens].transpose(1, 2)
 
     def unpad(self, padded: Tensor, x: Tensor) -> None:
-        """Writes (R, H, L, D) to the tokens of x that `pad` reads."""
+        """Write padded (R, H, L, D) to the tokens of the packed tensor x (T, H, D), in place."""
         padded = padded.transpose(1, 2)
         if self.mask is None:
             x[self.tokens] = padded
@@ -54,7 +56,7 @@ class PaddedSequences(NamedTuple):
 
 
 def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> tuple[Spans, Spans]:
-    """(starts, lengths) of the sequences of the queries, and those of the keys; raises on invalid bounds.
+    """Starts and lengths of the sequences, for the queries and for the keys; raises on invalid bounds.
 
     Args:
         sinks, sources: the number of packed tokens.
@@ -69,27 +71,30 @@ def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bo
     return of_sinks, of_sources
 
 
-_checked: MutableMapping[Tensor, tuple[object, ...]] = WeakTensorKeyDictionary()
+# by cu_seqlens_q: the cu_seqlens_k that it was checked with, and the rest of the arguments
+_checked: MutableMapping[Tensor, tuple[TensorWeakRef, tuple[object, ...]]] = WeakTensorKeyDictionary()
 
 
 def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> None:
-    """Raises on invalid bounds, for kernels, which read them on the device only.
+    """Raise on invalid bounds. For kernels, which read the bounds on the device only.
 
-    Reading them on the host synchronises, so the outcome is cached by tensor: layers that share bounds wait once.
+    Reading them on the host synchronises, so tensors that passed are cached: layers that share bounds wait once.
     """
     cu_seqlens_q, cu_seqlens_k, *_ = lengths
     if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    # an inference tensor has no version counter: it may have changed since
+    # an inference tensor has no version counter, so a change since the last check would go unnoticed
     versions = (
         None
         if cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference()
         else (cu_seqlens_q._version, cu_seqlens_k._version)
     )
-    call = versions, id(cu_seqlens_k), sinks, sources, *lengths[2:], is_causal
-    if versions is None or _checked.get(cu_seqlens_q) != call:
+    arguments = versions, sinks, sources, *lengths[2:], is_causal
+    checked = _checked.get(cu_seqlens_q)
+    is_checked = checked is not None and checked[0]() is cu_seqlens_k and checked[1] == arguments
+    if versions is None or not is_checked:
         starts_and_lengths(sinks, sources, lengths, is_causal)
-        _checked[cu_seqlens_q] = call
+        _checked[cu_seqlens_q] = TensorWeakRef(cu_seqlens_k), arguments
 
 
 def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> Spans:

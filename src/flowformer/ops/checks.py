@@ -1,4 +1,4 @@
-"""What the functional API accepts. Each message says what was passed, what is accepted, and what to do."""
+"""Checks of the arguments of the functional API. Each message says what was passed, what is accepted, what to do."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def causal_lengths(query: Tensor, key: Tensor) -> None:
 
 
 def cu_seqlens(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> None:
-    """Everything but the values of the bounds: to look at those here would wait for the device."""
+    """Check everything but the values of the bounds, since reading those would wait for the device."""
     for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
             kind = bounds.dtype if isinstance(bounds, Tensor) else type(bounds).__name__
@@ -145,9 +145,9 @@ def variant(variant: FlowVariant | str, is_causal: bool = False) -> FlowVariant:
 
 
 def options(
-    scale: float | None, reading: FlowVariant | str, powers: Tensor | None, query: Tensor, is_causal: bool
+    scale: float | None, variant_or_name: FlowVariant | str, powers: Tensor | None, query: Tensor, is_causal: bool
 ) -> Options:
-    chosen = variant(reading, is_causal)
+    chosen = variant(variant_or_name, is_causal)
     return Options(_scale(scale), chosen, _powers(powers, query, query.shape[1], chosen))
 
 
@@ -190,7 +190,7 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) 
         given = f"query on {query.device}, key on {key.device}, value on {value.device}"
         raise ValueError(f"query, key and value must be on one device, got {given}.")
     if not query.dtype == key.dtype == value.dtype:
-        # autocast leaves norms in float32 and rounds projections: what then meets here is rounded, as SDPA's inputs are
+        # under autocast, norms return float32 and projections half precision: cast all to the latter, as SDPA does
         device = query.device.type
         if not torch.is_autocast_enabled(device):
             given = _named(query.dtype, key.dtype, value.dtype)
@@ -201,7 +201,7 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, rank: int, layout: str) 
 
 
 def _heads(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> None:
-    # the second axis, packed or not
+    # heads are axis 1 of both padded and packed tensors
     heads, key_heads = query[1], key[1]
     if key_heads != value[1]:
         raise ValueError(f"key and value need the same number of heads, got {_named(query, key, value)}.")

@@ -1,4 +1,4 @@
-"""What the backends share: the options of a call, the dtype of sums, the allocation of results."""
+"""Code shared by the backends: the options of a call, the dtype of sums, masks, the allocation of results."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from torch import Tensor
 from .variant import FlowVariant
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value
-Mask = Tensor | None  # (B, N) bool, True = takes part; None where every token does
-Masks = tuple[Mask, Mask]  # those of the queries and of the keys
-Powers = Tensor | None  # (2, H), exponents of competition and allocation, of a renormalised variant; None is 1
+Mask = Tensor | None  # (B, N) bool, True = takes part; None if every token does
+Masks = tuple[Mask, Mask]  # query mask, key mask
+Powers = Tensor | None  # (2, H), exponents of competition and allocation, for variants with renormalize; None means 1
 State = tuple[Tensor, ...]  # sums, memory, scalars, as in `FlowState`
 
 
 class Options(NamedTuple):
-    """What a call computes of its tensors, after the checks of `interface.py`."""
+    """The options of a call, after the checks of `interface.py`."""
 
     scale: float
     variant: FlowVariant
     powers: Powers = None
 
     def as_args(self) -> tuple[Any, ...]:
-        """The arguments of `library.VARIANT`; operators that know powers take them among their tensors."""
+        """The scalar arguments of an operator, as in `library.VARIANT`; powers are passed among its tensors."""
         return self.scale, *self.variant.as_args()
 
     def as_keywords(self) -> dict[str, Any]:
-        """All of them by name, as `reference.py` takes them."""
+        """All options by name, as keyword arguments of the functions in `reference.py`."""
         return {"scale": self.scale, "powers": self.powers, **self.variant.as_options()}
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """What sums, flows and states are kept in, whatever the input."""
+    """The dtype of sums, flows and states: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Keeps autocast from rounding what is computed inside; a meta tensor has no autocast to switch off."""
+    """A context without autocast, which would round the sums; a no-op for meta tensors, which have no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def joint_mask(query_mask: Mask, key_mask: Mask) -> Mask:
-    """The mask of tokens that are sink and source at once."""
+    """The mask of tokens that are valid both as sinks and as sources."""
     if query_mask is None or key_mask is None:
         return key_mask if query_mask is None else query_mask
     return query_mask & key_mask
 
 
 def valid_values(x: Tensor, mask: Mask) -> Tensor:
-    """x (..., N, D) in the dtype of the sums, with the padding zeroed: even a NaN there takes part in nothing."""
+    """x (..., N, D) in the dtype of the sums, with the padding zeroed, so that NaN in the padding has no effect."""
     x = x.to(sum_dtype(x))
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 

@@ -1,7 +1,8 @@
-"""The registration of operators, and what their autograd functions share.
+"""The registration of operators, and code shared by their autograd functions.
 
-A backend registers a forward and a backward operator, opaque to `torch.compile`, with fakes that know every shape and
-stride. Its autograd functions call these operators: that costs half the host time of `register_autograd`.
+A backend registers a forward and a backward operator, opaque to `torch.compile`, with fake implementations that return
+every shape and stride. Its autograd functions call these operators, which costs half the host time of
+`register_autograd`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-# the arguments that end the schema of every operator: what Options.as_args returns
+# the last arguments in the schema of every operator, as returned by Options.as_args
 VARIANT = (
     "float scale, str feature_map, str competition, str allocation, float? clamp, float eps, float flow_eps, "
     "bool rescale"
@@ -22,10 +23,10 @@ _library = torch.library.Library("flowformer", "DEF")
 
 
 def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., object]) -> Callable[..., Any]:
-    """Registers an operator flowformer::NAME of that schema on every device.
+    """Register an operator flowformer::NAME with this schema on every device.
 
-    Returns: a function that runs it. Where nothing observes operators it calls the implementation directly, since
-        torch's dispatcher takes 10 to 20 µs, as long as the rest of a short call.
+    Returns: a function that runs the operator. It calls the implementation directly unless something observes
+        operators (`_is_observed`): torch's dispatcher takes 10 to 20 µs, as long as the rest of a short call.
     """
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -40,12 +41,12 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 
 _WITH_DATA = (Tensor, torch.nn.Parameter, type(None))
-# torch.autograd.grad(is_grads_batched=True) maps the backward operators, by a vmap older than torch.func's
+# torch.autograd.grad(is_grads_batched=True) maps the backward operators with a vmap that predates torch.func
 _GRADS_BATCHED = torch._C._dispatch_key_parse("VmapMode")
 
 
 def _is_observed(args: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a trace, a transform, a mode, a profiler or a subclass of tensors is to see the operator."""
+    """Whether a compiler, tracer, transform, dispatch mode, profiler or tensor subclass must see the operator."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -59,11 +60,11 @@ def _is_observed(args: tuple[Any, ...]) -> bool:
 
 
 def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, ...]) -> None:
-    """Serves torch.vmap: the mapped dimension is merged with another one, the batch, and split off in the results.
+    """Register the vmap rule of an operator: merge the mapped dimension into the batch, run, and split the results.
 
     Args:
-        dims: the dimension of each tensor argument that it is merged with; None for one that is not mapped.
-        out_dims: the dimension of each result that it is split off from.
+        dims: for each tensor argument, the dimension that the mapped one is merged into; None if it cannot be mapped.
+        out_dims: for each result, the dimension that the mapped one is split off from.
     """
 
     def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -85,7 +86,7 @@ def register_vmap(name: str, dims: tuple[int | None, ...], out_dims: tuple[int, 
 
 
 class NoForwardMode:
-    """A base of eager autograd functions; Dynamo traces none that has a jvp of its own."""
+    """Mixin that raises in forward mode. For eager calls only: Dynamo traces no autograd function that defines jvp."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Never:
@@ -125,7 +126,7 @@ def differentiate(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tu
 
 
 def distinct(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The same tensors, repeats as views: Dynamo does not trace an autograd function that is given one tensor twice."""
+    """The same tensors, with views for repeated ones: Dynamo traces no autograd function with a repeated argument."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     result: list[Tensor | None] = []

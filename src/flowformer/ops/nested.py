@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The tokens of a nested tensor (B, j, ...) one after another, and where each sequence ends."""
+    """The tokens of a nested tensor (B, j, ...) as packed sequences."""
 
     tokens: Tensor  # (T, ...)
     cu_seqlens: Tensor  # (B + 1,)
@@ -22,7 +22,12 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, layout: str = "(batch, j, width)", jagged_dim: int = 1) -> Sequences:
-        """The sequences of x, whose tokens of unequal number stand in `jagged_dim`; `layout` is for the messages."""
+        """The packed sequences of a nested tensor.
+
+        Args:
+            layout: the expected shape, for error messages.
+            jagged_dim: the dimension whose size differs between sequences.
+        """
         if not x.is_nested:
             raise ValueError(f"query, key and value must all be nested or none, got one of shape {tuple(x.shape)}.")
         if x.dim() != layout.count(",") + 1:
@@ -35,11 +40,11 @@ class Sequences(NamedTuple):
         if x._ragged_idx != jagged_dim:
             raise ValueError(f"a nested tensor must have the shape {layout} with j tokens, got {tuple(x.shape)}.")
         x = x.transpose(1, jagged_dim)
-        x = x if x.lengths() is None else x.contiguous()  # there are lengths where tokens between them are left out
+        x = x if x.lengths() is None else x.contiguous()  # lengths are set if there are gaps between the sequences
         return cls(x.values(), x.offsets(), x._get_max_seqlen(), x.layout)
 
     def nested(self, tokens: Tensor) -> Tensor:
-        """Other tokens (T, ...) as a nested tensor (B, j, ...) of the same lengths and layout."""
+        """Convert tokens (T, ...) to a nested tensor (B, j, ...) with these lengths and this layout."""
         if self.layout == torch.strided:
             return torch.nested.as_nested_tensor(list(tokens.split(self.cu_seqlens.diff().tolist())))
         return torch.nested.nested_tensor_from_jagged(tokens, self.cu_seqlens, max_seqlen=self.max_seqlen)

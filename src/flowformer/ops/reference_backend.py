@@ -1,4 +1,4 @@
-"""`reference.py` as a backend: shared key heads repeated, packed sequences one after another."""
+"""`reference.py` as a backend: shared key heads are repeated, packed sequences are computed one by one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def refusals(*_: Any) -> list[str]:
-    """Nothing: this backend computes every call."""
+    """No reasons: this backend can run every call."""
     return []
 
 
 def by_name(query: Tensor) -> bool:
-    """Always: it needs far more memory than the others."""
+    """True: this backend needs far more memory than the others."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""FlowState: everything causal Flow-Attention needs to know of the past, whatever its length."""
+"""FlowState: the recurrent state of causal Flow-Attention, whose size does not depend on the length of the past."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .variant import FlowVariant
 class FlowState:
     """The seven sums that causal Flow-Attention carries from token to token, for B sequences of H heads.
 
-    They lie in three plain tensors, in float32 (float64 for float64 inputs):
-        sums: (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I; (B, H, 5, D) with Σ c k at the end where the variant has `renormalize`.
+    They are stored in three plain tensors, in float32 (float64 for float64 inputs):
+        sums: (B, H, 4, D) = Σk, Σq, Σk/O, Σq/I; (B, H, 5, D) with Σ c k at the end if the variant has `renormalize`.
         memory: (B, H, D, E) = Σ kᵀ c V.
-        scalars: (B, H, 3) = the count of tokens, log Σ exp(Ô), and log Σ exp(Î). The last is an eighth sum, which
-            only `allocation="softmax"` reads.
-    A state in which the count is 0 and the sums are 0 is that of "nothing yet", whatever the logarithms say.
+        scalars: (B, H, 3) = the count of tokens, log Σ exp(Ô), and log Σ exp(Î). The last is an eighth sum, used only
+            by `allocation="softmax"`.
+    A state whose count and sums are 0 is empty; its logarithms are then ignored.
 
     >>> state = FlowState.empty(batch=2, heads=4, key_dim=8)
     >>> state.count.tolist(), state.memory.shape
@@ -42,9 +42,12 @@ class FlowState:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> FlowState:
-        """The state of `batch` sequences that have not begun, of the default variant where it is None.
+        """The state before the first token of `batch` sequences.
 
-        `heads` counts query heads.
+        Args:
+            heads: number of query heads.
+            key_dim, value_dim: head dimensions D and E; a value_dim of None is key_dim.
+            variant: None is the default variant.
         """
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(
@@ -58,7 +61,7 @@ class FlowState:
 
     @classmethod
     def unpack(cls, tensors: tuple[Tensor, ...]) -> FlowState:
-        """The state made of what `pack` returned."""
+        """The state with the three tensors that `pack` returned."""
         return cls(*tensors)
 
     def pack(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +70,7 @@ class FlowState:
 
     @property
     def count(self) -> Tensor:
-        """(B,) int64, how many tokens each sequence has seen."""
+        """The number of tokens so far in each sequence, (B,) int64."""
         return self.scalars[:, 0, 0].long()
 
     @property
@@ -104,11 +107,11 @@ class FlowState:
         return self.memory.dtype
 
     def clone(self) -> FlowState:
-        """A copy to come back to, as for speculative decoding."""
+        """A copy, for example to roll back to in speculative decoding."""
         return FlowState(*(part.clone() for part in self.pack()))
 
     def detach(self) -> FlowState:
-        """The same numbers without their history: cuts backpropagation through time."""
+        """The same state detached from the autograd graph: truncates backpropagation through time."""
         return FlowState(*(part.detach() for part in self.pack()))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FlowState:
@@ -119,14 +122,14 @@ class FlowState:
         return FlowState(*(part.to(device=device, dtype=dtype) for part in self.pack()))
 
     def select(self, rows: Tensor) -> FlowState:
-        """The states of these rows, in this order: (R,) integer indices, repeats allowed, as beam search needs."""
+        """The states of these rows, in this order: (R,) integer indices; repeats are allowed, as in beam search."""
         is_tensor = isinstance(rows, Tensor)
         if not is_tensor or rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
             raise TypeError(f"select takes a 1-d tensor of integer row indices, got {_kind(rows)}.")
         return FlowState(*(part.index_select(0, rows.to(part.device)) for part in self.pack()))
 
     def zero_rows(self, rows: Tensor) -> FlowState:
-        """The same state with the rows where `rows` (B,) bool is True put back to "nothing yet"."""
+        """The same state, with the rows where `rows` (B,) bool is True reset to the empty state."""
         batch = self.memory.shape[0]
         if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (batch,):
             raise TypeError(f"zero_rows takes a bool tensor of shape ({batch},), True = start over, got {_kind(rows)}.")
@@ -144,7 +147,7 @@ def _kind(x: object) -> str:
 
 
 def num_sums(variant: FlowVariant | None) -> int:
-    """How many sums over features the state of this variant has."""
+    """The number of sums over features in a state of this variant."""
     return 5 if variant is not None and variant.renormalize else 4
 
 

@@ -1,4 +1,4 @@
-"""FlowVariant: which reading of Flow-Attention to compute, and the named readings of the paper and its releases."""
+"""FlowVariant: which variant of Flow-Attention to compute, and presets for the paper and its released code."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class FlowVariant:
-    """One reading of Flow-Attention; the default is the paper's, with the length factors of its released code.
+    """A variant of Flow-Attention; the default is the paper's, with the length factors of its released code.
 
     Args:
         feature_map: φ, the non-negative map of queries and keys; "relu+eps" adds `eps` to ReLU.
         competition: how sources compete: c = m·softmax(Ô), sigmoid(Ô), or 1 ("none").
         allocation: how sinks are gated: α = sigmoid(Î), n·softmax(Î), or 1 ("none").
         clamp: bounds Ô to ±clamp before the competition; the paper has no bound.
-        eps: added to both sides of every dot product of the four flows. Must be positive: it is what keeps a sink
-            that receives nothing finite.
+        eps: added to both sides of every dot product of the four flows. Must be positive, so that the result of a sink
+            without incoming flow stays finite.
         flow_eps: added once more to each of the four flows, as the released vision code does.
         rescale: the factors m in c and n/m in α that make bidirectional attention independent of the length.
             False is Algorithm 1 to the letter. Causal attention follows Algorithm 2, which prints its factor D,
             either way.
-        competitors: over what the softmax of the competition runs: the sources of a head, or the heads of a source, as
-            in the code released for the Long-Range Arena. There m·softmax has the sum m at every source, so results are
-            about m/H times as large. Bidirectional only, and not in the Triton kernels.
-        renormalize: divide by what a sink receives from competing sources, ⟨q, Σ c k⟩, in place of I. The rows of the
-            flow matrix then sum to α, as those of a softmax sum to 1; without competition nothing changes. The calls
-            take learned `powers` of c and α with it.
+        competitors: the axis of the softmax of the competition: the sources of a head ("tokens"), or the heads at a
+            source ("heads"), as in the code released for the Long-Range Arena. With "heads", m·softmax sums to m at
+            every source, so results are about m/H times as large. Bidirectional only, and only in the torch and
+            reference backends.
+        renormalize: divide by ⟨q, Σ c k⟩, the flow that a sink receives from competing sources, in place of I. The rows
+            of the flow matrix then sum to α, as those of a softmax sum to 1. Without competition the two are equal.
+            Required for `powers`, the learned exponents of c and α.
 
     >>> FlowVariant(clamp=1.0) == FlowVariant.named("core")
     True
@@ -81,16 +82,16 @@ class FlowVariant:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def as_args(self) -> tuple[Any, ...]:
-        """The fields in order, as the plain arguments of a registered operator.
+        """The fields in order, as scalar arguments of a registered operator.
 
-        Without those at the end that only plain autograd computes, so that no operator has them.
+        The last two, `competitors` and `renormalize`, are left out, since not every operator supports them.
         """
         flows = self.clamp, self.eps, self.flow_eps, self.rescale
         return self.feature_map, self.competition, self.allocation, *flows
 
     @property
     def has_operator(self) -> bool:
-        """Whether there are registered operators for it; the torch backend leaves the others to autograd."""
+        """Whether the torch backend has an operator for this variant; if not, it runs plain operators with autograd."""
         return self.competitors == "tokens" and not self.renormalize
 
 
@@ -105,7 +106,7 @@ PRESETS = {
     "lra": FlowVariant(feature_map="relu+eps", competitors="heads"),
 }
 
-# names of the paper's ablations, and in which fields each differs from the variant it is an ablation of
+# the paper's ablations: by name, the fields in which each differs from the full model
 ABLATIONS: dict[str, dict[str, Any]] = {
     "flow-without-competition": {"competition": "none"},
     "flow-without-allocation": {"allocation": "none"},

@@ -32,7 +32,7 @@ def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -
 
 
 class Part(NamedTuple):
-    """This rank's tokens, and how to read them."""
+    """This rank's inputs, with methods that read a block of heads and allocate intermediates."""
 
     query: Tensor
     key: Tensor
@@ -175,44 +175,45 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
 
 
 def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, with the equations of `torch/bidirectional.py`."""
+    """The gradients of query, key and value, by the equations of `torch/bidirectional.py`."""
     variant, eps = part.options.variant, part.options.variant.eps
     n, m = f.counts.split(1, -1)
     received = f.allocation * f.inverse_incoming
 
     # R = α/I · q S
-    grad_memory, taken = torch.empty_like(f.memory), part.sink_numbers()
+    grad_memory, alpha_dalpha = torch.empty_like(f.memory), part.sink_numbers()
     for block in part.blocks():
         q, received_grad = part.sinks(block), _received_grad(grad, received, part, block)
         block.write_sinks(grad_memory, q.mT @ received_grad)
-        block.write_sinks(taken, (q * (received_grad @ block.sinks(f.memory).mT)).sum(-1))  # ⟨dR, R⟩, which is α dα
-    totals = exchange.total(torch.cat([grad_memory.flatten(2), taken.sum(-1, keepdim=True)], -1))
-    grad_memory, all_taken = totals[..., :-1].view_as(f.memory), totals[..., -1:]
+        # ⟨dR, R⟩ is α dα
+        block.write_sinks(alpha_dalpha, (q * (received_grad @ block.sinks(f.memory).mT)).sum(-1))
+    totals = exchange.total(torch.cat([grad_memory.flatten(2), alpha_dalpha.sum(-1, keepdim=True)], -1))
+    grad_memory, sum_alpha_dalpha = totals[..., :-1].view_as(f.memory), totals[..., -1:]
 
     # S = kᵀ c V
-    given = part.source_numbers()  # c dc
+    c_dc = part.source_numbers()
     for block in part.blocks():
         grad_value = part.sources(block) @ block.sinks(grad_memory)
-        block.write_sinks(given, (grad_value * part.values(block)).sum(-1) * block.sinks(f.competition))
+        block.write_sinks(c_dc, (grad_value * part.values(block)).sum(-1) * block.sinks(f.competition))
     match variant.competition:
         case "softmax" if variant.competitors == "heads":
-            grad_outgoing = given - f.competition * (given.sum(1, keepdim=True) / _softmax_factor(m, variant))
+            grad_outgoing = c_dc - f.competition * (c_dc.sum(1, keepdim=True) / _softmax_factor(m, variant))
         case "softmax":
-            all_given = (f.memory * grad_memory).sum((-1, -2))[..., None]
-            grad_outgoing = given - f.competition * (all_given / _softmax_factor(m, variant))
+            sum_c_dc = (f.memory * grad_memory).sum((-1, -2))[..., None]
+            grad_outgoing = c_dc - f.competition * (sum_c_dc / _softmax_factor(m, variant))
         case "sigmoid":
-            grad_outgoing = given * (1 - f.competition)
+            grad_outgoing = c_dc * (1 - f.competition)
         case "none":
-            grad_outgoing = torch.zeros_like(given)
+            grad_outgoing = torch.zeros_like(c_dc)
     if variant.clamp is not None:
         grad_outgoing = grad_outgoing.masked_fill(f.conserved_outgoing.abs() > variant.clamp, 0)
     match variant.allocation:
         case "sigmoid":
-            grad_incoming = taken * (1 - f.allocation) * _length_ratio(n, m, variant)
+            grad_incoming = alpha_dalpha * (1 - f.allocation) * _length_ratio(n, m, variant)
         case "softmax":
-            grad_incoming = taken - f.allocation * (all_taken / _softmax_factor(n, variant))
+            grad_incoming = alpha_dalpha - f.allocation * (sum_alpha_dalpha / _softmax_factor(n, variant))
         case "none":
-            grad_incoming = torch.zeros_like(taken)
+            grad_incoming = torch.zeros_like(alpha_dalpha)
 
     # the conserved flows, then the flows that they are computed from
     conserved_grads = part.vectors()
@@ -228,7 +229,7 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         q, k = part.sinks(block), part.sources(block)
         inverse_in, inverse_out = block.sinks(f.inverse_incoming), block.sinks(f.inverse_outgoing)
         grad_conserved_key_sum, grad_conserved_query_sum = block.sinks(conserved_grads).unbind(1)
-        grad_in = -(block.sinks(taken) + _dot(q, grad_conserved_query_sum) * inverse_in) * inverse_in
+        grad_in = -(block.sinks(alpha_dalpha) + _dot(q, grad_conserved_query_sum) * inverse_in) * inverse_in
         grad_out = -_dot(k, grad_conserved_key_sum) * inverse_out * inverse_out
         block.write_sinks(flow_in, grad_in)
         block.write_sinks(flow_out, grad_out)
@@ -259,11 +260,12 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
 
 
 def _received_grad(grad: Tensor, received: Tensor, part: Part, block: HeadBlock) -> Tensor:
+    """dR α/I of a block of heads, (G, N, E)."""
     return valid_values(block.sinks(grad), block.mask(part.query_mask)) * block.sinks(received)[..., None]
 
 
 def _log_sum(flow: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The flow with the lowest finite number where masked, and log Σ exp(flow), finite even without tokens."""
+    """The flow, with the lowest finite number where masked, and log Σ exp(flow), finite even without tokens."""
     lowest = torch.finfo(flow.dtype).min
     if mask is not None:
         flow = flow.masked_fill(~mask[:, None], lowest)

@@ -24,8 +24,8 @@ from ..torch.head_blocks import head_blocks
 from .exchange import Exchange
 
 Recurrent = Callable[..., tuple[Tensor, State]]
-# Every level has gradients of all tokens, which are summed. Processing heads in groups limits the memory to the
-# gradients of one group beside the sums.
+# Every level runs over all tokens, and autograd adds up the gradients of the levels. With groups of heads, only the
+# gradients of one group are held in addition to the sums.
 HEAD_GROUPS = 4
 
 
@@ -41,14 +41,15 @@ def attend(
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
-        state: before the first token of the first rank, the same on every rank; None is an empty state.
-        options: the gradient of the powers is this rank's share.
-        with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
+        state: the state before the first token of the first rank, equal on every rank; None is an empty state.
+        options: if it has powers, their gradient is this rank's term of the sum over ranks.
+        with_end: whether to return the last state; otherwise () is returned, and its gradient is not exchanged.
         recurrent: the backend's recurrent function.
     """
     (query, key, value), variant = inputs, options.variant
     if query.shape[2] == 0 and not variant.has_operator:
-        # without tokens plain operators build no graph, but the other ranks wait for this rank's backward pass
+        # without tokens, plain operators build no autograd graph, but the other ranks wait for this rank's backward
+        # pass: compute one masked token
         padded = F.pad(query, (0, 0, 0, 1)), F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
         mask = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
         result, end = attend(padded, mask, state, options, exchange, with_end, recurrent)
@@ -59,7 +60,7 @@ def attend(
     key_heads = key.shape[1]
 
     def split_heads(x: Tensor) -> tuple[Tensor, ...]:
-        """Groups of heads (B, H or H_kv, ...); query heads stay with the key head that they share."""
+        """Split (B, H or H_kv, ...) into groups of heads; query heads stay with the key head that they share."""
         groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
         return groups
 
@@ -69,6 +70,7 @@ def attend(
     powers = [None for _ in keys] if options.powers is None else split_heads(options.powers)
 
     def before(x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
+        """start plus the sum of x over earlier ranks, and start plus the sum over all ranks."""
         prefix, total = _Before.apply(x, exchange, with_end, constants)
         return start + prefix, start + total
 
@@ -79,11 +81,12 @@ def attend(
         changed = replace(variant, **changes)
         sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
         parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
-        found = [
-            recurrent(q, k, v, mask, part, Options(options.scale, changed, own if changed.renormalize else None))
-            for q, k, v, part, own in zip(queries, keys, values, parts, powers, strict=True)
+        outputs = [
+            recurrent(q, k, v, mask, part, Options(options.scale, changed, power if changed.renormalize else None))
+            for q, k, v, part, power in zip(queries, keys, values, parts, powers, strict=True)
         ]
-        return [result for result, _ in found], [torch.cat(x, 1) for x in zip(*(end for _, end in found), strict=True)]
+        results, ends = zip(*outputs, strict=True)
+        return list(results), [torch.cat(x, 1) for x in zip(*ends, strict=True)]
 
     def feature_sum(heads: Sequence[Tensor]) -> Tensor:
         return torch.cat([_FeatureSum.apply(x, mask, options) for x in heads], 1)
@@ -98,19 +101,19 @@ def attend(
         sums, count = list(flow_sums[:2]), flow_sums[2].detach()
 
         no_memory = torch.zeros_like(first[1][..., :1])
-        nothing = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
+        empty_scalars = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
         plain = {"competition": "none", "allocation": "none", "renormalize": False}
-        _, (local, *_) = run(no_values, sums, no_memory, nothing, **plain)
+        _, (local, *_) = run(no_values, sums, no_memory, empty_scalars, **plain)
         conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:4, :])
         sums += conserved.unbind(-2)
 
         logs = end_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
         # the logarithms that the variant uses: log Σ exp(Ô), log Σ exp(Î)
-        read = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
+        used = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
         if "softmax" in (variant.competition, variant.allocation):
-            _, (*_, local) = run(no_values, sums, no_memory, nothing)
-            found = _LogBefore.apply(local[..., 1:][..., read], logs[..., read], exchange, with_end)
-            logs, end_logs = (torch.cat([logs[..., : read.start], x, logs[..., read.stop :]], -1) for x in found)
+            _, (*_, local) = run(no_values, sums, no_memory, empty_scalars)
+            merged = _LogBefore.apply(local[..., 1:][..., used], logs[..., used], exchange, with_end)
+            logs, end_logs = (torch.cat([logs[..., : used.start], x, logs[..., used.stop :]], -1) for x in merged)
         scalars = torch.cat([count, logs], -1)
         _, (end_sums, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
         start = first[1]
@@ -132,8 +135,8 @@ def attend(
         count = end_flow_sums[2].detach()
         end_logs = torch.where(count > 0, end_logs, -torch.inf)
         # a logarithm that the variant does not use stays unchanged
-        unread = first[2][..., 1:]
-        end_logs = torch.cat([unread[..., : read.start], end_logs[..., read], unread[..., read.stop :]], -1)
+        first_logs = first[2][..., 1:]
+        end_logs = torch.cat([first_logs[..., : used.start], end_logs[..., used], first_logs[..., used.stop :]], -1)
         return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
 
 
@@ -171,7 +174,9 @@ def _feature_sum_gradient(grad: Tensor, x: Tensor, mask: Mask, options: Options)
 class _Before(torch.autograd.Function):
     """The sum of x over earlier ranks, and over all ranks; the gradient is summed over later ranks.
 
-    The last `constants` numbers have no gradient.
+    Args:
+        with_total: if False, the sum over all ranks is not needed, and zeros are returned in its place.
+        constants: how many numbers at the end of the last axis have no gradient.
     """
 
     @staticmethod
@@ -193,7 +198,7 @@ def _before_gradient(
 
 
 class _LogBefore(torch.autograd.Function):
-    """log Σ exp of `first` and of x of earlier ranks, and over all ranks."""
+    """log(exp(first) + Σ exp(x)) with Σ over earlier ranks, and with Σ over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, exchange: Exchange, with_total: bool) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,12 @@ Group = dist.ProcessGroup | DeviceMesh
 GATHERED_BYTES = 2**15
 
 
-@dataclass
+@dataclass(eq=False)  # compared by identity: counters with equal numbers are still different counters
 class Traffic:
-    """Counts what this rank has sent.
+    """Counters of what this rank has sent.
 
     Args:
-        stages: exchanges, each of which depends on the one before.
+        stages: exchanges; each depends on the one before.
         collectives: calls of torch.distributed; an exchange takes one or two.
         bytes: sent to other ranks.
         checks: bytes sent to compare the arguments of the ranks, not included in `bytes`.
@@ -46,7 +46,7 @@ _open: list[Traffic] = []
 
 @contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Counts what context parallelism sends from this rank, forward and backward.
+    """Count what context parallelism sends from this rank, forward and backward.
 
     >>> with traffic() as sent:
     ...     pass
@@ -82,8 +82,8 @@ class Exchange:
     """Sums over the ranks of a group, of tensors (rows, ...) with one row per split sequence.
 
     Args:
-        rows: the indices of this rank's rows; None if it has all.
-        num_rows: the number of rows in the group.
+        rows: the indices of the sequences that have tokens on this rank; None if all rows are on every rank.
+        num_rows: the number of rows over all ranks; not used without `rows`.
     """
 
     def __init__(self, group: dist.ProcessGroup, rows: Tensor | None = None, num_rows: int = 0) -> None:
@@ -99,8 +99,8 @@ class Exchange:
     def softmax_total(self, x: Tensor, logs: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
         """The sum of all ranks' x (rows, H, ...), and log Σ exp of all ranks' logs (rows, H, L).
 
-        If weighted, x was computed with a softmax over this rank's tokens whose log-normaliser is logs[..., 0], and the
-        sum is that of a softmax over the tokens of all ranks.
+        If weighted, x was computed with a softmax over this rank's tokens, whose log-normaliser is logs[..., 0]; the
+        terms are rescaled to those of a softmax over the tokens of all ranks.
         """
         self._begin_stage()
         x, logs = self._all_rows(x), self._all_rows(logs, torch.finfo(logs.dtype).min)
@@ -113,7 +113,7 @@ class Exchange:
             start = 0 if self._is_small(x) else self.rank * numbers.shape[1]
             number = torch.arange(start, start + numbers.shape[1], device=x.device)
             head = number.div(max(math.prod(x.shape[2:]), 1), rounding_mode="floor")
-            # the last slice is padded with zeros
+            # clamped, since the last slice is padded with zeros, which belong to no head
             numbers = numbers * weights[:, head.clamp_max(max(weights.shape[1] - 1, 0))]
         return self._own_rows(self._join(numbers.sum(0), x)), self._own_rows(merged)
 
@@ -130,12 +130,16 @@ class Exchange:
         return after[:, 0] + total[:, 1]
 
     def running_log(self, x: Tensor, first: Tensor) -> Tensor:
-        """log Σ exp of `first` and of x of earlier ranks, for each rank, (P + 1, rows, ...); the last is over all."""
+        """log(exp(first) + Σ exp(x)), Σ over the ranks before each rank and at the end over all, (P + 1, rows, ...)."""
         every = self._gathered(x, torch.finfo(x.dtype).min)
         return torch.cat([first[None], every]).logcumsumexp(0)
 
     def log_after(self, x: Tensor, of_total: Tensor | None, running: Tensor) -> Tensor:
-        """The gradient of running[rank + 1], from all ranks' gradients of running[rank] and running[-1]."""
+        """The gradient of this rank's running[rank + 1].
+
+        Args:
+            x, of_total: on every rank, the gradients of its running[rank] and of running[-1].
+        """
         own = x[:, None] if of_total is None else torch.stack([x, of_total], 1)
         grads, end = self._gathered(own, 0.0), running[self.rank + 1]
         grad = ((end - running[self.rank + 1 : -1]).exp() * grads[self.rank + 1 :, :, 0]).sum(0)
@@ -166,6 +170,7 @@ class Exchange:
         return gathered if self.rows is None else gathered[:, self.rows]
 
     def _all_rows(self, x: Tensor, missing: float = 0.0) -> Tensor:
+        """This rank's rows in a tensor with the rows of all ranks, `missing` in those of other ranks."""
         if self.rows is None:
             return x
         return x.new_full((self.num_rows, *x.shape[1:]), missing).index_copy_(0, self.rows, x)
@@ -177,14 +182,15 @@ class Exchange:
         return self.size * x.nbytes <= GATHERED_BYTES
 
     def _collect(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        """The numbers of all ranks that this rank sums, all of x or a slice of it, each followed by all of `extra`."""
+        """The numbers that this rank sums, one row per rank: all of x if it is small, else one slice. `extra`, if any,
+        is appended to every row in full."""
         if self._is_small(x):
             return self._gather(x if extra is None else torch.cat([x, extra]))
         slices = F.pad(x, (0, -len(x) % self.size)).view(self.size, -1)
         return self._swap(slices if extra is None else torch.cat([slices, extra.expand(self.size, -1)], 1))
 
     def _join(self, own: Tensor, like: Tensor) -> Tensor:
-        """The sums of all ranks, one slice each, in the shape of `like`."""
+        """The whole sum in the shape of `like`, from the slices that the ranks have summed."""
         if not self._is_small(like):
             own = self._gather(own).flatten()[: like.numel()]
         return own.view_as(like)
@@ -198,7 +204,7 @@ class Exchange:
         return gathered
 
     def _swap(self, x: Tensor) -> Tensor:
-        """Sends row r of x (P, ...) to rank r, and returns the rows received from all ranks."""
+        """Send row r of x (P, ...) to rank r. Returns: the rows received from all ranks, (P, ...)."""
         x = x.contiguous()
         received = torch.empty_like(x)
         self._count((self.size - 1) * x[0].nbytes)
@@ -238,7 +244,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def first_after(tokens: Tensor, missing: int, group: Group) -> Tensor:
-    """The first of tokens (B, N) of the next rank that has any, (B,); `missing` if there is none."""
+    """The first column of the tokens (B, N) of the next rank that has tokens, (B,); `missing` if no later rank has."""
     exchange = Exchange(process_group(group))
     first = F.pad(tokens, (0, 1), value=missing)[:, 0].long()
     every = exchange.integers(torch.cat([first, first.new_tensor([tokens.shape[1]])]))[exchange.rank + 1 :]
@@ -250,18 +256,19 @@ _agreed: set[tuple[str, int]] = set()
 
 
 def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: str, refused: bool = False) -> None:
-    """Raises on every rank if the ranks call with different arguments, which would deadlock.
+    """Raise on every rank if the ranks call with different arguments, which would deadlock.
 
     On a CPU the ranks compare at every call. On other devices, where reading the result would synchronise, they compare
     when a rank sees these arguments for the first time: a later disagreement is detected only if the arguments are new
-    to all ranks.
+    to all ranks, and a refusal is not announced.
 
     Args:
-        arguments: what must be the same; if `refused`, why this rank cannot make the call.
+        arguments: a description of the call, which must be equal on all ranks; if `refused`, the error of this rank.
+        refused: this rank cannot make the call. The other ranks raise; the caller raises its own error.
     """
     digest = 0 if refused else int.from_bytes(hashlib.sha256(arguments.encode()).digest()[:7], "big") + 1
-    known = (group.group_name, digest)
-    if device.type != "cpu" and (refused or known in _agreed):
+    key = (group.group_name, digest)
+    if device.type != "cpu" and (refused or key in _agreed):
         return
     exchange = Exchange(group)
     digests = torch.empty(exchange.size, dtype=torch.int64, device=device)
@@ -269,12 +276,12 @@ def check_agreement(group: dist.ProcessGroup, device: torch.device, arguments: s
     for each in _open:
         each.checks += 8 * (exchange.size - 1)
     if (digests == digest).all() and not refused:
-        _agreed.add(known)
+        _agreed.add(key)
         return
-    every: list[str] = [""] * exchange.size
-    dist.all_gather_object(every, arguments, group=group)
+    descriptions: list[str] = [""] * exchange.size
+    dist.all_gather_object(descriptions, arguments, group=group)
     if not refused:
-        lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in enumerate(every))
+        lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in enumerate(descriptions))
         raise ValueError(
             "the ranks that share a sequence must make the same call, apart from the lengths of their parts; got\n  "
             + lines

@@ -23,12 +23,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _not_compiled(function: _F) -> _F:
-    """Excludes a function from torch.compile: the exchanges read results on the host, which breaks the graph anyway."""
+    """Exclude a function from torch.compile: the exchanges read results on the host, which breaks the graph anyway."""
     return cast(_F, torch.compiler.disable(function))
 
 
 class Arguments(NamedTuple):
-    """What all calls take, before any check: the ranks must be told of a refusal."""
+    """The arguments that all calls share. They are checked here, so that all ranks learn of an error on one of them."""
 
     scale: float | None
     enable_gqa: bool
@@ -42,15 +42,15 @@ class Arguments(NamedTuple):
 
 
 @_not_compiled
-def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool, given: Arguments) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool, arguments: Arguments) -> Tensor:
     """See `flow_attention`."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, arguments.enable_gqa)
         checks.attention_masks(query, key, *masks)
-        options = given.options(query, is_causal)
+        options = arguments.options(query, is_causal)
         if is_causal:
             checks.causal_lengths(query, key)
-        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, is_causal, options.variant)
     _check_same_call(ranks, query, key, value, query.shape[0], is_causal, options)
     if not is_causal:
         return _bidirectional(chosen, options)((query, key, value), masks, options, Exchange(ranks))
@@ -59,17 +59,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal
 
 @_not_compiled
 def recurrent(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, state: FlowState | None, given: Arguments
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Mask, state: FlowState | None, arguments: Arguments
 ) -> tuple[Tensor, FlowState]:
     """See `flow_attention_recurrent`."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.attention_inputs(query, key, value, given.enable_gqa)
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.attention_inputs(query, key, value, arguments.enable_gqa)
         checks.attention_masks(query, key, None, key_mask)
         checks.causal_lengths(query, key)
-        options = given.options(query, True)
+        options = arguments.options(query, True)
         if state is not None:
             checks.state(state, query, value, options.variant)
-        chosen = backends.choose(given.backend, query, key, value, True, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, True, options.variant)
     packed = None if state is None else state.pack()
     differentiable = packed is not None and torch.is_grad_enabled() and any(part.requires_grad for part in packed)
     past = f"with{'out' if state is None else ''} a state{' that needs a gradient' if differentiable else ''}"
@@ -79,16 +79,18 @@ def recurrent(
 
 
 @_not_compiled
-def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, given: Arguments) -> Tensor:
-    """See `flow_attention_varlen`. Sequences that lie on one rank are computed there, without an exchange."""
-    with _told_refusals(given.group, query) as ranks:
-        query, key, value = checks.packed_inputs(query, key, value, given.enable_gqa)
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, arguments: Arguments
+) -> Tensor:
+    """See `flow_attention_varlen`. Sequences with tokens on only one rank are computed there, without an exchange."""
+    with _announce_refusals(arguments.group, query) as ranks:
+        query, key, value = checks.packed_inputs(query, key, value, arguments.enable_gqa)
         checks.cu_seqlens(query, *lengths)
-        options = given.options(query, is_causal)
+        options = arguments.options(query, is_causal)
         (starts_q, lengths_q), (starts_k, lengths_k) = starts_and_lengths(
             query.shape[0], key.shape[0], lengths, is_causal
         )
-        chosen = backends.choose(given.backend, query, key, value, is_causal, options.variant)
+        chosen = backends.choose(arguments.backend, query, key, value, is_causal, options.variant)
     _check_same_call(ranks, query, key, value, len(starts_q), is_causal, options)
 
     tokens = torch.tensor([lengths_q, lengths_k], device=query.device).view(2, -1)
@@ -118,7 +120,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causa
 
 
 def _bidirectional(backend: backends.Backend, options: Options) -> Callable[..., Tensor]:
-    """The function that computes this rank's part; all backends but "triton" use that of "torch"."""
+    """The function that computes this rank's part: kernels for "triton", plain torch for all other backends."""
     if backend.name == "triton":
         from ..triton.bidirectional import cut
 
@@ -127,7 +129,7 @@ def _bidirectional(backend: backends.Backend, options: Options) -> Callable[...,
 
 
 def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
-    """The function that computes this rank's part and, if needed, the last state."""
+    """The function that computes this rank's part and, if requested, the last state."""
     if backend.name == "triton":
         from ..triton.causal import cut
 
@@ -136,7 +138,7 @@ def _causal(backend: backends.Backend) -> Callable[..., tuple[Tensor, State]]:
 
 
 def _tokens(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
-    """The packed tokens of the chosen sequences."""
+    """The indices of the packed tokens of the chosen sequences."""
     ranges = [torch.arange(starts[i], starts[i] + lengths[i], device=x.device) for i in chosen]
     return torch.cat([torch.arange(0, device=x.device), *ranges])
 
@@ -146,7 +148,7 @@ def _bounds(lengths: list[int], chosen: list[int], x: Tensor) -> Tensor:
 
 
 def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor) -> PaddedSequences:
-    """The chosen sequences as padded rows; there may be none."""
+    """The chosen sequences as padded rows; unlike `PaddedSequences.of`, also for an empty list."""
     start, length = (
         torch.tensor([each[i] for i in chosen], dtype=torch.long, device=x.device)[:, None]
         for each in (starts, lengths)
@@ -157,8 +159,8 @@ def _padded(starts: list[int], lengths: list[int], chosen: list[int], x: Tensor)
 
 
 @contextmanager
-def _told_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
-    """Tells the other ranks if this one refuses its arguments; otherwise they would wait for it."""
+def _announce_refusals(group: Group, query: Tensor) -> Iterator[dist.ProcessGroup]:
+    """Announce an error in this rank's arguments to the other ranks, which would otherwise wait for this rank."""
     ranks = process_group(group)
     try:
         yield ranks
@@ -178,6 +180,7 @@ def _check_same_call(
     options: Options,
     *rest: str,
 ) -> None:
+    """Raise on every rank if the calls of the ranks differ in more than their lengths."""
     grad = torch.is_grad_enabled()
     tensors = ", ".join(
         f"{name} of {x.shape[1]} heads of width {x.shape[-1]}{' that needs a gradient' * (grad and x.requires_grad)}"

@@ -20,7 +20,8 @@ from .exchange import Exchange
 
 
 def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -> Tensor:
-    """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's share."""
+    """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's term of the sum over
+    ranks."""
     (query, key, value), (query_mask, key_mask), variant = inputs, masks, options.variant
 
     def total(x: Tensor) -> Tensor:

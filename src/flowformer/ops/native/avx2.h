@@ -1,4 +1,4 @@
-// What depends on the width of vectors, for AVX2.
+// Code that depends on the width of vectors, for AVX2.
 #pragma once
 
 #include <immintrin.h>
@@ -7,20 +7,20 @@
 #include <cstring>
 
 #define VECTOR_BYTES 32
-constexpr int TILE_ROWS = 6;  // of two vectors each: with the factors, they fill the 16 registers
-constexpr int CAUSAL_CHUNK = 24;
+constexpr int TILE_ROWS = 6;  // rows of two vectors in a tile of `products.h`: with the operands, 15 of 16 registers
+constexpr int CAUSAL_CHUNK = 24;  // tokens
 
 typedef float FloatVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t HalfVector __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-// bits of the first `size` of 8 numbers, or of `size / 2` of 4
+// the mask of the first `size` of 8 floats, or of the first `size / 2` of 4 doubles
 inline __m256i first(int size) {
     static const int32_t bits[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
     return _mm256_loadu_si256((const __m256i*)(bits + 8 - size));
 }
 
-// the first `size` numbers, fewer than fit, and zeros
+// load and store only the first `size` numbers, fewer than a whole vector; the rest of a loaded vector is 0
 inline FloatVector load_some(const float* p, int size) { return _mm256_maskload_ps(p, first(size)); }
 inline DoubleVector load_some(const double* p, int size) { return _mm256_maskload_pd(p, first(2 * size)); }
 inline HalfVector load_some(const uint16_t* p, int size) {
@@ -52,7 +52,7 @@ inline FloatVector sums(const FloatVector* x) {
     return _mm256_permute2f128_ps(r[0], r[1], 0x20) + _mm256_permute2f128_ps(r[0], r[1], 0x31);
 }
 
-// a square of one vector in each direction
+// y = xᵀ, for a square of LANES × LANES numbers
 inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_row) {
     __m256 r[8], s[8];
     for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(x + i * x_row);

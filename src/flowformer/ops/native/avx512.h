@@ -1,4 +1,4 @@
-// What depends on the width of vectors, for AVX-512.
+// Code that depends on the width of vectors, for AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -6,14 +6,14 @@
 #include <cstdint>
 
 #define VECTOR_BYTES 64
-constexpr int TILE_ROWS = 12;  // of two vectors each: with the factors, they fit into the 32 registers
-constexpr int CAUSAL_CHUNK = 32;
+constexpr int TILE_ROWS = 12;  // rows of two vectors in a tile of `products.h`: with the operands, 27 of 32 registers
+constexpr int CAUSAL_CHUNK = 32;  // tokens
 
 typedef float FloatVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef double DoubleVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t HalfVector __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-// the first `size` numbers, fewer than fit, and zeros
+// load and store only the first `size` numbers, fewer than a whole vector; the rest of a loaded vector is 0
 inline FloatVector load_some(const float* p, int size) { return _mm512_maskz_loadu_ps((1 << size) - 1, p); }
 inline DoubleVector load_some(const double* p, int size) { return _mm512_maskz_loadu_pd((1 << size) - 1, p); }
 inline HalfVector load_some(const uint16_t* p, int size) {
@@ -29,7 +29,7 @@ inline void store_some(uint16_t* p, HalfVector x, int size) {
 inline double sum(DoubleVector x) { return _mm512_reduce_add_pd(x); }
 inline float sum(FloatVector x) { return _mm512_reduce_add_ps(x); }
 
-// in each quarter, the sums of the quarters of 4 vectors
+// quarter l of the result holds the sum of quarter l of each of the 4 vectors
 inline __m512 quarter_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512d x = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
     const __m512d y = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
@@ -45,7 +45,7 @@ inline FloatVector sums(const FloatVector* x) {
     return _mm512_shuffle_f32x4(s[0], s[1], 0x88) + _mm512_shuffle_f32x4(s[0], s[1], 0xdd);
 }
 
-// a square of one vector in each direction
+// y = xᵀ, for a square of LANES × LANES numbers
 inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_row) {
     __m512 r[16], s[16];
     for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(x + i * x_row);

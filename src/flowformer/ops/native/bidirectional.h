@@ -1,9 +1,9 @@
 // Bidirectional Flow-Attention: passes over the tokens of a head, forward and backward. The equations are in
 // docs/kernels.md.
 //
-// A pass computes, for each segment of tokens, a partial sum that the next pass needs in whole. A task is a head; where
-// there are fewer heads than threads, it is a segment of a head, and threads meet after each pass. A head with few
-// tokens is computed at once (`short.h`).
+// Each pass computes a partial sum for every segment of tokens; the next pass needs the sum over all segments. A task
+// is a head or, if there are fewer heads than threads, a segment of a head, with a barrier after each pass. A head with
+// few tokens is computed in one go (`short.h`).
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ template <class T> struct Bidirectional {
     const Features<T> features;
     const Short<T> short_heads;
     const int64_t D, E;            // padded to whole vectors
-    const int64_t competing_size;  // numbers of Σ c k, 0 where it is not needed
+    const int64_t competing_size;  // size of Σ c k, 0 unless renormalised
 
     explicit Bidirectional(const Call& call)
         : call(call), features(call), short_heads(call), D(padded(call.dim, LANES<A>)),
@@ -27,23 +27,23 @@ template <class T> struct Bidirectional {
 
     // one query head of one sequence
     struct Head : BidirectionalHead<T> {
-        A *sums, *memory;            // kept: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S
-        A *q, *k, *grad_q, *grad_k;  // padded rows of all tokens
-        A *taken, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
-        A* total;  // of the pass at hand
-        A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing, *competing;  // Σ + ε
+        A *sums, *memory;            // in the record: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S
+        A *q, *k, *grad_q, *grad_k;  // features of all tokens and their gradients, in padded rows
+        A *alpha_dalpha, *grad_conserved_incoming, *grad_conserved_outgoing, *grad_outgoing;
+        A* total;  // the sum of the current pass over all segments
+        A *incoming, *outgoing, *conserved_incoming, *conserved_outgoing, *competing;  // Σ + ε, used by the flows below
         Flow<A> I, O, conserved_I, conserved_O, norm;
         A maximum;
         A *memory_T, *grad_memory, *grad_memory_T, shared_loss;  // shared_loss: Σ c dc
         A *grad_conserved_key_sum, *grad_conserved_query_sum, *grad_query_sum, *grad_key_sum, *grad_competing_sum;
-        A grad_power;  // dγ, until dτ is known as well
+        A grad_power;  // dγ, stored until dτ is computed
     };
 
-    // backward, those of the first pass stay where they are
+    // size of `total`; in the backward pass the sums of the first pass are kept, and those of later passes follow them
     int64_t total_size(bool backward) const { return (D + 8 + D * E + competing_size) + (backward ? 2 * D + 8 : 0); }
 
-    // lays out what a head needs while it is computed; returns the end
-    A* place(Head& h, A* slot, bool backward) const {
+    // divide the scratch memory of a head into its buffers; returns the end
+    A* lay_out(Head& h, A* slot, bool backward) const {
         auto take = [&](int64_t size) { return std::exchange(slot, slot + padded(size, LINE<A>)); };
         h.q = take(h.sinks.size * D);
         h.k = take(h.sources.size * D);
@@ -58,7 +58,7 @@ template <class T> struct Bidirectional {
         h.grad_memory_T = take(E * D);
         h.grad_q = take(h.sinks.size * D);
         h.grad_k = take(h.sources.size * D);
-        for (A** numbers : {&h.taken, &h.grad_conserved_incoming}) *numbers = take(h.sinks.size);
+        for (A** numbers : {&h.alpha_dalpha, &h.grad_conserved_incoming}) *numbers = take(h.sinks.size);
         for (A** numbers : {&h.grad_conserved_outgoing, &h.grad_outgoing}) *numbers = take(h.sources.size);
         return slot;
     }
@@ -69,7 +69,7 @@ template <class T> struct Bidirectional {
         Head h{base};
         h.sums = h.record;
         h.memory = h.sums + 4 * D + competing_size;
-        place(h, slot, backward);
+        lay_out(h, slot, backward);
         if (backward) {
             transpose(D, E, h.memory, E, h.memory_T, D);
             h.conserved_O = Flow<A>(call, h.sums + 3 * D, h.conserved_outgoing);
@@ -78,13 +78,14 @@ template <class T> struct Bidirectional {
         return h;
     }
 
-    // f(first token, how many) for the blocks of a segment
+    // call f(first token, number of tokens) for each block of a segment
     template <class F> static void blocks(int64_t segment, int64_t size, F f) {
         const int64_t stop = std::min(size, (segment + 1) * SEGMENT);
         for (int64_t t = segment * SEGMENT; t < stop; t += BLOCK) f(t, std::min(BLOCK, stop - t));
     }
 
-    // for each pass forward: the size of its sum, what a segment adds to it, and what the whole sum is for
+    // The passes of the forward direction. `forward_size` is the size of a pass's sum, `forward` computes the partial
+    // sum of a segment, and `finish_forward` uses the whole sum.
 
     enum Forward { SUMS, FLOWS, CONSERVED, MEMORY, RESULT, FORWARD_LEVELS };
 
@@ -131,7 +132,7 @@ template <class T> struct Bidirectional {
                     h.allocate(t, tokens, number);
                 });
                 break;
-            case MEMORY:  // Σ exp(Ô), and from 8 on S, then Σ c k
+            case MEMORY:  // part[0]: Σ exp(τ Ô − maximum); from part[8] on: S, then Σ c k
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     if (call.competition == SOFTMAX_COMPETITION) part[0] += h.exponentials(t, tokens, h.maximum);
                     h.values(t, tokens, rows);
@@ -179,7 +180,7 @@ template <class T> struct Bidirectional {
         }
     }
 
-    // the same for each pass backward
+    // The passes of the backward direction, likewise.
 
     enum Backward { GRAD_MEMORY, GRAD_COMPETITION, GRAD_FLOWS, GRAD_QUERY, GRAD_KEY, BACKWARD_LEVELS };
 
@@ -191,45 +192,45 @@ template <class T> struct Bidirectional {
     void backward(int level, Head& h, int64_t segment, A* part, A* block) const {
         A *number = block, *rows = block + 8 * BLOCK, *more = rows + BLOCK * E;
         switch (level) {
-            case GRAD_MEMORY:  // Σ dÎ q, Σ dÎ, Σ of the gradients of norms, dγ, and from D + 8 on dS, then d Σ c k
+            case GRAD_MEMORY:  // part: Σ dÎ q; [D]: Σ dÎ, Σ of the norms' gradients, dγ; [D + 8]: dS, then d(Σ c k)
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     A *q = h.q + t * D, *grad_q = h.grad_q + t * D, *grad = h.grad_conserved_incoming + t;
                     h.queries(features, t, tokens, q);
                     h.grads(t, tokens, number, rows);
                     product<A, true, true>(call.dim, E, tokens, q, D, rows, E, part + D + 8, E);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.memory_T, D, grad_q, D);
-                    row_dots(tokens, D, q, grad_q, h.taken + t);
-                    part[D] += h.grad_allocation(t, tokens, h.taken + t, grad);
+                    row_dots(tokens, D, q, grad_q, h.alpha_dalpha + t);
+                    part[D] += h.grad_allocation(t, tokens, h.alpha_dalpha + t, grad);
                     add_weighted(tokens, D, grad, q, part);
-                    if (call.powers) part[D + 2] += h.grad_gamma(t, tokens, h.taken + t);
+                    if (call.powers) part[D + 2] += h.grad_gamma(t, tokens, h.alpha_dalpha + t);
                     if (call.renormalize) {
-                        part[D + 1] += h.grad_norm(t, tokens, h.taken + t, number);
+                        part[D + 1] += h.grad_norm(t, tokens, h.alpha_dalpha + t, number);
                         add_weighted(tokens, D, number, q, part + D + 8 + D * E);
                         add_outer(tokens, D, number, h.competing, grad_q);
                     }
                 });
                 break;
-            case GRAD_COMPETITION:  // Σ c dc
+            case GRAD_COMPETITION:  // part[0]: Σ c dc
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
-                    A *k = h.k + t * D, *given = h.grad_conserved_outgoing + t;
+                    A *k = h.k + t * D, *c_dc = h.grad_conserved_outgoing + t;
                     h.keys(features, t, tokens, k);
                     h.values(t, tokens, rows);
                     product<A, false, false>(tokens, E, call.dim, k, D, h.grad_memory, E, more, E);
-                    row_dots(tokens, E, rows, more, given);
+                    row_dots(tokens, E, rows, more, c_dc);
                     product<A, false, false>(tokens, D, call.value_dim, rows, E, h.grad_memory_T, D, h.grad_k + t * D,
                                              D);
                     h.write_grad_value(t, tokens, more, E);
                     if (call.renormalize) {
                         dots(tokens, D, k, h.grad_competing_sum, number);
-                        for (int64_t i = 0; i < tokens; i++) given[i] += h.competition[t + i] * number[i];
+                        for (int64_t i = 0; i < tokens; i++) c_dc[i] += h.competition[t + i] * number[i];
                         add_outer(tokens, D, h.competition + t, h.grad_competing_sum, h.grad_k + t * D);
                     }
                     Wide<A> total = 0;
-                    for (int64_t i = 0; i < tokens; i++) total += given[i];
+                    for (int64_t i = 0; i < tokens; i++) total += c_dc[i];
                     part[0] += A(total);
                 });
                 break;
-            case GRAD_FLOWS:  // Σ dÔ k, Σ dO k, Σ dÔ, Σ dO, dτ
+            case GRAD_FLOWS:  // part: Σ dÔ k, Σ dO k; [2 D]: Σ dÔ, Σ dO, dτ
                 blocks(segment, h.sources.size, [&](int64_t t, int64_t tokens) {
                     A *k = h.k + t * D, *grad = h.grad_conserved_outgoing + t;
                     h.grad_competition(t, tokens, grad, h.shared_loss, grad);
@@ -250,12 +251,12 @@ template <class T> struct Bidirectional {
                     part[2 * D + 1] += total_out;
                 });
                 break;
-            case GRAD_QUERY:  // Σ dI q, Σ dI
+            case GRAD_QUERY:  // part: Σ dI q; [D]: Σ dI
                 blocks(segment, h.sinks.size, [&](int64_t t, int64_t tokens) {
                     A *q = h.q + t * D, *inverse = h.inverse_incoming + t, total = 0;
                     dots(tokens, D, q, h.grad_conserved_query_sum, number);
                     for (int64_t i = 0; i < tokens; i++)
-                        total += number[i] = -(h.taken[t + i] + number[i] * inverse[i]) * inverse[i];
+                        total += number[i] = -(h.alpha_dalpha[t + i] + number[i] * inverse[i]) * inverse[i];
                     add_weighted(tokens, D, number, q, part);
                     part[D] += total;
                     const A* columns[] = {h.grad_conserved_incoming + t, inverse, number};
@@ -304,7 +305,8 @@ template <class T> struct Bidirectional {
         }
     }
 
-    // writes dQ or dK of some tokens: what came by the products, and by the four sums
+    // Write dQ or dK of consecutive tokens: `grad` (the gradient through S) plus the gradients through the four flows,
+    // column_i · vector, where vectors[3] has no column
     template <class Write>
     void gradient(int64_t tokens, const A* grad, const A* x, const A* const* columns, const A* const* vectors,
                   Write write) const {
@@ -320,7 +322,7 @@ template <class T> struct Bidirectional {
         });
     }
 
-    // a short head, whatever the number of threads; returns whether it is one
+    // compute the head by `short.h` if it is short; returns whether it was
     bool run_short(const BidirectionalHead<T>& h, A* space, bool backward) const {
         if (!short_heads.takes(h)) return false;
         backward ? short_heads.backward(h, space) : short_heads.forward(h, space);
@@ -340,7 +342,7 @@ template <class T> struct Bidirectional {
         Head longest{};
         longest.sinks.size = sinks;
         longest.sources.size = sources;
-        const int64_t slot_size = padded(place(longest, nullptr, backward) - (A*)nullptr, LINE<A>);
+        const int64_t slot_size = padded(lay_out(longest, nullptr, backward) - (A*)nullptr, LINE<A>);
         const int64_t block_size = padded(this->block_size(), LINE<A>);
         const int64_t part_size = padded(total_size(backward), LINE<A>);
         auto size = [&](int level) { return backward ? backward_size(level) : forward_size(level); };
@@ -381,7 +383,7 @@ template <class T> struct Bidirectional {
         std::vector<Head> all;
         for (int64_t i = 0; i < heads; i++) {
             const auto base = BidirectionalHead<T>::of(call, i);
-            A* slot = memory + all.size() * slot_size;  // of more than a segment: a short head has room there
+            A* slot = memory + all.size() * slot_size;  // more than a segment of tokens: enough for a short head
             if (!run_short(base, slot, backward)) all.push_back(begin(base, slot, backward));
         }
         for (int level = 0; level < levels; level++) {

@@ -1,7 +1,8 @@
 """Compiles the C++ sources of this folder on first use and loads the library.
 
-The library has plain C functions and knows nothing of torch or Python, so it compiles in seconds and serves any version
-of either. It lies where torch keeps compiled extensions, under a name made of everything that it depends on.
+The library exports plain C functions and uses no headers of torch or Python, so it compiles in seconds and works with
+any version of either. It is stored in torch's folder for compiled extensions, under a hash of everything that it
+depends on: sources, flags and platform.
 """
 
 from __future__ import annotations
@@ -23,84 +24,85 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-# -march here, after the one that $CXX may have: "native" would be another CPU's where machines share the folder
+# -march comes after the arguments in $CXX and overrides theirs: -march=native would be wrong for the other machines
+# that share the folder
 FLAGS = ("-std=c++17", "-O3", "-march=x86-64", "-mfma", "-fPIC", "-shared", "-pthread")
-# by what torch finds the CPU capable of; ATEN_CPU_CAPABILITY=avx2 makes it find less. Each is a library of its own.
+# flags by the CPU capability that torch reports (ATEN_CPU_CAPABILITY=avx2 lowers it); one library is built for each
 WIDTHS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}
-CHECKSUM = hashlib.sha256().digest_size  # bytes at the end of a library
+CHECKSUM = hashlib.sha256().digest_size  # bytes, appended to the library file
 COMPILERS = ("c++", "g++", "clang++")
-CHANGE_FOLDER = "TORCH_EXTENSIONS_DIR names another folder for it"
+FOLDER_HINT = "set TORCH_EXTENSIONS_DIR to use another folder"
 FUNCTIONS = ("bidirectional_forward", "bidirectional_backward", "causal_forward", "causal_backward")
 
 
 def failure(narrow: bool = False) -> str | None:
-    """Why there is no library here; None if there is one, which is built if need be.
+    """The reason why the library is not available; None if it is. Builds the library if necessary.
 
     Args:
-        narrow: ask for vectors of 32 bytes where the CPU has wider ones, too.
+        narrow: use vectors of 32 bytes even if the CPU has wider ones.
     """
     return _load(narrow)[1]
 
 
-# Dynamo calls it while tracing, as it would a function marked by torch.compiler.assume_constant_result, which cannot be
-# used here: it imports Dynamo, which takes longer than all of this package
+# Dynamo calls `failure` while tracing and treats the result as a constant. torch.compiler.assume_constant_result sets
+# the same attribute, but imports Dynamo, which takes longer than all of this package.
 failure._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def library(narrow: bool) -> ctypes.CDLL:
-    """The functions of `library.cpp`."""
+    """The loaded library, with the functions of `library.cpp`."""
     loaded, reason = _load(narrow)
     if loaded is None:
-        raise RuntimeError(f"the native library is not there: {reason}.")
+        raise RuntimeError(f"the native library is not available: {reason}.")
     return loaded
 
 
 @functools.cache
 def _load(narrow: bool) -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or why there is none."""
+    """The library, or the reason why it is not available; the other one is None."""
     width = _width(narrow)
     if sys.platform != "linux":
         return None, f"the native code is built on Linux only, not on {sys.platform}"
     if width not in WIDTHS:
         return None, f"this CPU has no AVX2 (torch finds {width})"
     try:
-        loaded = ctypes.CDLL(str(_built(width)))
+        loaded = ctypes.CDLL(str(_library_file(width)))
         for function in FUNCTIONS:
             getattr(loaded, function).argtypes = [ctypes.c_char_p]
     except _BuildError as error:
         return None, str(error)
     except (OSError, AttributeError) as error:  # AttributeError: the library has no such function
-        return None, f"the native code could not be built or loaded: {error} ({CHANGE_FOLDER})"
+        return None, f"the native code could not be built or loaded: {error} ({FOLDER_HINT})"
     return loaded, None
 
 
 def _width(narrow: bool) -> str:
-    """One of `WIDTHS`, or what else torch finds the CPU capable of."""
-    found = torch.backends.cpu.get_cpu_capability()
-    return "AVX2" if narrow and found in WIDTHS else found
+    """A key of `WIDTHS`, or another capability that torch reports if the CPU has no AVX2."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "AVX2" if narrow and capability in WIDTHS else capability
 
 
 class _BuildError(Exception):
     pass
 
 
-def _built(width: str) -> Path:
-    """The library file, compiled unless it is there already."""
+def _library_file(width: str) -> Path:
+    """The path of the library, which is compiled unless it exists."""
     flags = FLAGS + WIDTHS[width]
     path = _folder() / f"{_digest(flags)}.so"
-    if _is_whole(path):
+    if _is_complete(path):
         return path
     compiler = _compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        _wait_for(lock.fileno())
-        if not _is_whole(path):
+        _lock(lock.fileno())
+        if not _is_complete(path):
             _compile(compiler, flags, path)
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the file is there and ends with its checksum: to load a truncated one kills the process by SIGBUS."""
+def _is_complete(path: Path) -> bool:
+    """Whether the file exists and ends with its checksum: loading a truncated file would kill the process by SIGBUS."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -110,14 +112,15 @@ def _is_whole(path: Path) -> bool:
 
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
     logging.getLogger(__name__).warning("flowformer compiles its CPU code, once, in about 15 s: %s", path)
-    # moved to its place when it is complete; in a folder of its own, since the lock does not hold on every file system
+    # compiled in a temporary folder and moved when it is complete: some file systems have no locks, so another process
+    # may be compiling the same file
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
         command = [*compiler, *flags, str(SOURCES / "library.cpp"), "-o", str(part)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            # collect2 only says that the linker, which has spoken before it, failed
+            # collect2 only reports that the linker failed; the linker's own message is in an earlier line
             first = next((line for line in lines if "error" in line and not line.startswith("collect2")), lines[0])
             raise _BuildError(f"{shlex.join(compiler)} could not compile the native code ({first})")
         part.write_bytes((content := part.read_bytes()) + hashlib.sha256(content).digest())
@@ -125,14 +128,14 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
 
 
 def _compiler() -> list[str]:
-    """A command, such as that of $CXX, which may have arguments: "ccache g++"."""
-    asked = os.environ.get("CXX", "").strip()
-    for command in [asked] if asked else COMPILERS:
-        with contextlib.suppress(ValueError):  # a quotation that does not end
+    """The compiler command and its arguments: $CXX, such as "ccache g++", or the first of COMPILERS that exists."""
+    requested = os.environ.get("CXX", "").strip()
+    for command in [requested] if requested else COMPILERS:
+        with contextlib.suppress(ValueError):  # no closing quotation mark
             program, *arguments = shlex.split(command)
-            if (found := shutil.which(program)) is not None:
-                return [found, *arguments]
-    raise _BuildError(f"there is no C++ compiler ({f'CXX={asked}' if asked else ', '.join(COMPILERS)})")
+            if (path := shutil.which(program)) is not None:
+                return [path, *arguments]
+    raise _BuildError(f"there is no C++ compiler ({f'CXX={requested}' if requested else ', '.join(COMPILERS)})")
 
 
 def _folder() -> Path:
@@ -140,8 +143,8 @@ def _folder() -> Path:
         return Path(extensions) / "flowformer"
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without a home
-        raise _BuildError(f"there is no home folder to keep the native code in ({CHANGE_FOLDER})") from error
+    except RuntimeError as error:  # the user has no home folder
+        raise _BuildError(f"there is no home folder to keep the native code in ({FOLDER_HINT})") from error
     return cache / "torch_extensions" / "flowformer"
 
 
@@ -152,8 +155,8 @@ def _digest(flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _wait_for(file: int) -> None:
-    """Until no other process holds the file: two builds at once would be right, but wasted."""
+def _lock(file: int) -> None:
+    """Lock the file, waiting for other processes: two builds at once would be correct, but one would be wasted."""
     import fcntl  # not on every platform
 
     # some network file systems have no locks

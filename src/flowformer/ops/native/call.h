@@ -1,4 +1,6 @@
-// The arguments of a call, as `call.py` lays them out, and what both directions need of them.
+// The arguments of a call, in the layout of `call.py`, and code shared by bidirectional and causal attention.
+//
+// Types: T is the dtype of the inputs, A = Sum<T> the dtype of sums. D (`dim`) features, E (`value_dim`) values.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +14,7 @@
 #include "products.h"
 #include "threads.h"
 
-// rows of contiguous numbers: where they begin, and the strides of sequences, heads and tokens, in numbers
+// A tensor (sequences, heads, tokens, features) with contiguous features: its data, and the other strides in numbers
 struct Rows {
     void* data;
     int64_t batch, head, token;
@@ -22,28 +24,29 @@ struct Rows {
     }
 };
 
-// only 64-bit numbers, in the order in which `call.py` packs them
+// Only 64-bit fields, in the order in which `call.py` packs them
 struct Call {
     int64_t dtype, threads;
-    int64_t sequences, heads, shared;  // `shared`: query heads of a key head
+    int64_t sequences, heads, shared;  // `shared`: number of query heads per key head
     int64_t sinks, sources, dim, value_dim;
     Rows query, key, value, result;
-    Rows grad, grad_query, grad_key, grad_value;  // those of shared key heads: one for each query head, as sums
-    const int64_t *sink_bounds, *source_bounds;   // of packed sequences, else null
-    const bool *query_mask, *key_mask;            // (sequences, tokens), or null
-    void* kept;                                   // by the forward pass, for the backward pass
-    const void *sums, *memory, *scalars;          // the state before the first token, null where there is none
-    void *end_sums, *end_memory, *end_scalars;
+    // `grad`: of the result. If key heads are shared, grad_key and grad_value have one row per query head, of type A
+    Rows grad, grad_query, grad_key, grad_value;
+    const int64_t *sink_bounds, *source_bounds;  // of packed sequences, else null
+    const bool *query_mask, *key_mask;           // (sequences, tokens), or null
+    void* kept;                                  // written by the forward pass, read by the backward pass
+    const void *sums, *memory, *scalars;         // the state before the first token, or null
+    void *end_sums, *end_memory, *end_scalars;   // the state after the last token
     const void *grad_end_sums, *grad_end_memory, *grad_end_scalars;
     void *grad_sums, *grad_memory, *grad_scalars;
-    const void* powers;  // τ of each head, then γ; null where they are 1
-    void* grad_powers;   // of each head of each sequence: dτ, then dγ
+    const void* powers;  // (2, heads): τ, then γ; null if all are 1
+    void* grad_powers;   // (2, sequences, heads): dτ, then dγ
     int64_t feature_map, competition, allocation, rescale, renormalize;
     double scale, clamp, eps, flow_eps;
 
-    int64_t rows() const { return sink_bounds ? 1 : sequences; }  // of tensors with `heads` heads
+    int64_t rows() const { return sink_bounds ? 1 : sequences; }  // size of the first axis of query and result
 
-    // sums of features that a head has: Σk, Σq, Σk/O, Σq/I and, if renormalised, Σ c k
+    // number of sums of features per head: Σk, Σq, Σk/O, Σq/I and, if renormalised, Σ c k
     int64_t feature_sums() const { return renormalize ? 5 : 4; }
 
     template <class A> A tau(int64_t head) const { return powers ? ((const A*)powers)[head] : A(1); }
@@ -60,18 +63,19 @@ enum FeatureMap { SIGMOID_MAP, ELU_MAP, RELU_MAP };
 enum Competition { SOFTMAX_COMPETITION, SIGMOID_COMPETITION, NO_COMPETITION };
 enum Allocation { SIGMOID_ALLOCATION, NO_ALLOCATION };
 
-constexpr int64_t BLOCK = 48;      // tokens whose rows stay in the first cache; a multiple of the rows of a tile
-constexpr int64_t SEGMENT = 1536;  // tokens that are added up before they are added to others: results do not depend
-                                   // on how many threads there are
+constexpr int64_t BLOCK = 48;  // tokens whose rows stay in the L1 cache; a multiple of TILE_ROWS
+// Tokens per partial sum of bidirectional attention. Partial sums are added in order, so that results do not depend on
+// the number of threads.
+constexpr int64_t SEGMENT = 1536;
 
-// Asks for huge pages where memory is fresh: to hand out small ones takes the system longer than most calls compute
+// Ask for huge pages: page faults of small pages on fresh memory take longer than the computation of most calls
 inline void advise(void* data, int64_t bytes) {
     constexpr uintptr_t huge = 2 << 20;
     const uintptr_t start = ((uintptr_t)data + huge - 1) / huge * huge, stop = ((uintptr_t)data + bytes) / huge * huge;
     if (start < stop) madvise((void*)start, stop - start, MADV_HUGEPAGE);
 }
 
-// Memory for one call. Each thread keeps what its last call used, so that the next finds it with pages in place.
+// Scratch memory of one call. Each thread keeps the block of its last call, so that the next call has no page faults.
 template <class A> class Buffer {
   public:
     explicit Buffer(int64_t size) : block(std::exchange(spare(), {})) {
@@ -86,7 +90,7 @@ template <class A> class Buffer {
     operator A*() const { return (A*)block.data.get(); }
 
   private:
-    static constexpr int64_t KEPT = 64 << 20;
+    static constexpr int64_t KEPT = 64 << 20;  // bytes; larger blocks are freed
 
     struct Block {
         std::unique_ptr<void, decltype(&std::free)> data{nullptr, &std::free};
@@ -105,7 +109,7 @@ template <class A> class Buffer {
     }
 };
 
-// tokens of one sequence: [start, start + size) of all tokens
+// The tokens [start, start + size) of one sequence
 struct Span {
     int64_t start, size;
 };
@@ -113,24 +117,26 @@ inline Span span(const int64_t* bounds, int64_t sequence, int64_t size) {
     return bounds ? Span{bounds[sequence], bounds[sequence + 1] - bounds[sequence]} : Span{0, size};
 }
 
-constexpr double WORTH = 1 << 20;  // multiplications that take about as long as to wake a thread
+constexpr double WORTH = 1 << 20;  // multiplications that take about as long as waking a thread
 
+// Estimate of the multiplications of a call
 inline double steps(const Call& call) {
     return double(call.rows() * call.heads) * std::max(call.sinks, call.sources) * call.dim * call.value_dim;
 }
 
-// how many threads are worth waking: each has at least as much to do as waking it takes
+// The number of threads to use: each must have at least as much work as waking it costs
 inline int workers(const Call& call) {
     return int(std::max<int64_t>(1, std::min<double>(call.threads, 1 + steps(call) / WORTH)));
 }
 
-// heads that a thread takes at a time: neighbours, whose numbers share cache lines, but no more than leaves all busy
+// The number of consecutive heads that a thread takes at a time: several, since numbers of neighbouring heads share
+// cache lines, but few enough to keep all threads busy
 inline int64_t neighbours(const Call& call, int64_t heads, int threads) {
     const double few = std::min(WORTH * heads / (1 + steps(call)), heads / (4.0 * threads));
     return std::max<int64_t>(1, int64_t(few));
 }
 
-// before results of T are written
+// Ask for huge pages for the outputs, before they are written
 template <class T> void advise_results(const Call& call, bool backward) {
     const int64_t heads = call.rows() * call.heads, size = call.shared > 1 ? sizeof(Sum<T>) : sizeof(T);
     if (!backward) return advise(call.result.data, heads * call.sinks * call.value_dim * sizeof(T));
@@ -146,7 +152,7 @@ template <class T> class Features {
     explicit Features(const Call& call)
         : map(call.feature_map), dim(call.dim), width(padded(dim, LANES<A>)), scale(A(call.scale)) {}
 
-    // φ(scale · x) of some tokens; 0 where masked and beyond the last feature
+    // φ(scale · x) of consecutive tokens; 0 where masked and in the padding of a row
     void operator()(const Rows& rows, int64_t sequence, int64_t head, int64_t first, int64_t tokens, const bool* mask,
                     A* result) const {
         switch (map) {
@@ -156,7 +162,7 @@ template <class T> class Features {
         }
     }
 
-    // f(derivative), where derivative(φ) is that of φ(scale · x) in x
+    // Call f(derivative), where derivative(φ) is the derivative of φ(scale · x) by x, as a function of φ
     template <class F> void with_derivative(F f) const {
         using X = Vector<A>;
         switch (map) {
@@ -192,7 +198,7 @@ template <class T> class Features {
     }
 };
 
-// x_t · factor_t of some tokens, 0 where masked and beyond the last number
+// x_t · factor_t of consecutive tokens; 0 where masked and in the padding of a row
 template <class T, class A = Sum<T>>
 void scaled_rows(const Rows& rows, int64_t size, int64_t sequence, int64_t head, int64_t first, int64_t tokens,
                  const bool* mask, const A* factor, A* result) {
@@ -207,10 +213,11 @@ void scaled_rows(const Rows& rows, int64_t size, int64_t sequence, int64_t head,
     }
 }
 
-// flows ⟨x, total⟩ of tokens: x · (total + ε) + ε Σ (total + ε) + ε'
+// The flow of each token x through the sum `total`: (x + ε) · (total + ε) + ε', computed as
+// x · (total + ε) + ε Σ_c (total_c + ε) + ε'
 template <class A> struct Flow {
     A* raised;  // total + ε
-    A rest;
+    A rest;     // the terms that do not depend on x
 
     Flow() = default;
     Flow(const Call& call, const A* total, A* raised) : raised(raised), rest(0) {
@@ -225,13 +232,13 @@ template <class A> struct Flow {
     }
 };
 
-// rows of x += column rowᵀ
+// x += column rowᵀ, for x (tokens, width)
 template <class A> void add_outer(int64_t tokens, int64_t width, const A* column, const A* row, A* x) {
     for (int64_t t = 0; t < tokens; t++, x += width)
         for (int64_t c = 0; c < width; c += LANES<A>) store(x + c, load(x + c) + column[t] * load(row + c));
 }
 
-// f(vector) in place of each vector of x
+// Replace each vector of x by f(vector)
 template <class A, class F> void map_tokens(int64_t tokens, A* x, F f) {
     int64_t t = 0;
     for (; t + LANES<A> <= tokens; t += LANES<A>) store(x + t, f(load(x + t)));

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 # in the order of the enumerations of `call.h`
 FEATURE_MAPS, COMPETITIONS, ALLOCATIONS = ("sigmoid", "elu+1", "relu"), get_args(Competition), ("sigmoid", "none")
-LINE = 64  # bytes of a cache line, to which records are padded
+LINE = 64  # bytes of a cache line; records are padded to whole lines
 
 _CALL = struct.Struct("=65q4d")
 _NO_ROWS = 0, 0, 0, 0
@@ -44,16 +44,16 @@ def run(
     rescale: bool,
     renormalize: bool,
 ) -> None:
-    """Calls a function of `library.cpp`.
+    """Call a function of `library.cpp`.
 
     Args:
         inputs: query, key and value, (B, H, N, D), features contiguous.
-        outputs: likewise the result, its gradient, and those of the inputs.
-        bounds, masks: contiguous; those of the queries and those of the keys.
-        kept: by the forward pass, for the backward pass.
-        states: contiguous sums, memory and scalars of four states: before and after the tokens, and the gradients of
-            that after and of that before.
-        powers: contiguous; (2, H), and of each sequence their gradients, (2, B, H).
+        outputs: the result, the gradient of the result, and the gradients of query, key and value; features contiguous.
+        bounds, masks: contiguous; of the queries, then of the keys.
+        kept: buffer that the forward pass writes for the backward pass.
+        states: twelve contiguous tensors: sums, memory and scalars of the state before the tokens, of the state after
+            them, of the gradient of the state after, and of the gradient of the state before.
+        powers: contiguous; the powers (2, H), and their gradients for each sequence, (2, B, H).
     """
     query, key, value = inputs
     batch, heads, sinks, dim = query.shape
@@ -80,18 +80,19 @@ def run(
 
 
 def is_narrow(dtype: torch.dtype, dim: int, value_dim: int) -> bool:
-    """Whether rows of sums fit into 32 bytes: in vectors of 64 bytes half of the work would be wasted."""
+    """Whether rows of sums fit into 32 bytes: with vectors of 64 bytes, half of the work would be wasted."""
     most = 4 if dtype == torch.float64 else 8
-    return all(each <= most for each in (dim, value_dim))  # Dynamo decides it while tracing, as it does not by max
+    return all(each <= most for each in (dim, value_dim))  # not by max, which Dynamo does not evaluate while tracing
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """In whole cache lines of the dtype of sums."""
+    """The size, in numbers of this dtype, rounded up to whole cache lines."""
     numbers = LINE // dtype.itemsize
     return (size + numbers - 1) // numbers * numbers
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """x, or a copy whose features are contiguous."""
-    # a lazily negated view, whose memory has the opposite sign, is the imaginary part of every other number
-    return x if x.stride(-1) == 1 else x.resolve_neg().contiguous()
+    """x, or a copy if its features are not contiguous or its memory has the opposite sign (`torch.Tensor.is_neg`)."""
+    # Dynamo does not trace is_neg; in a compiled graph, torch's dispatcher resolves negated views
+    is_negated = not torch.compiler.is_compiling() and x.is_neg()
+    return x if x.stride(-1) == 1 and not is_negated else x.resolve_neg().contiguous()

@@ -1,8 +1,9 @@
-// Causal Flow-Attention: a head is walked in chunks of tokens with its state between them, forward and backward.
+// Causal Flow-Attention: a head is processed in chunks of tokens, with its state between them, forward and backward.
 //
-// Flows come from running sums of rows. Results of a chunk come from products: q S with all that came before, and
-// P = q kᵀ where the source is not after the sink. The backward pass keeps the state before each segment, walks over a
-// segment again, keeping the state before each chunk, and then over its chunks from the last to the first.
+// Flows come from running sums over tokens. The result of a chunk comes from matrix products: q S for all earlier
+// chunks, and the lower triangle of P = q kᵀ inside the chunk. The forward pass keeps the state before each segment.
+// The backward pass goes over the segments from last to first: it recomputes a segment forward, storing the state
+// before each chunk, and then goes over the chunks from last to first.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ template <class T> struct Causal {
     const Call& call;
     const Features<T> features;
     const int64_t D, E;  // padded to whole vectors
-    const A eps, rest;   // rest: what a flow has beside its dot product
+    const A eps, rest;   // `rest`: ε', minus the products ε² of padded features, which `dot_totals` includes
 
     explicit Causal(const Call& call)
         : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)),
@@ -25,25 +26,26 @@ template <class T> struct Causal {
           SUMS(call.feature_sums()), norm(call.renormalize ? INVERSE_NORM : INVERSE_INCOMING),
           gate(call.powers ? GATE : ALLOCATION) {}
 
-    // Numbers of each token of a chunk. Positions count from 1; the share is that of exp(Ô) in its running sum, and
-    // `decay` the share of all that came before. If renormalised, there is the norm ⟨q, Σ c k⟩; with powers, α before
-    // its power and Ô after the clamp.
+    // Numbers per token of a chunk. POSITION counts from 1. SHARE is exp(τ Ô) divided by its running sum, DECAY is the
+    // share of all earlier tokens. INVERSE_NORM is set if renormalised: the inverse of ⟨q, Σ c k⟩. GATE (α before its
+    // power) and FLOW (Ô after the clamp) are set with powers.
     enum {
         POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED,
         INVERSE_NORM, GATE, FLOW, NUMBERS
     };
-    const int64_t SUMS;    // of features, see `Call::feature_sums`
-    const int norm, gate;  // which numbers results are divided by, and which α is a power of
+    const int64_t SUMS;  // number of sums of features, see `Call::feature_sums`
+    const int norm;      // INVERSE_INCOMING or, if renormalised, INVERSE_NORM: the factor of the results
+    const int gate;      // ALLOCATION or, with powers, GATE: the sigmoid of Î
 
     struct Head {
-        int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
+        int64_t index, sequence, row, head, key_head;  // `row`: index in the first axis of tensors, 0 if packed
         Span tokens;
         const bool* mask;
-        // the state: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S; how many tokens; log Σ exp(Ô), as
+        // the state: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S; number of tokens; and Σ exp(τ Ô), stored as
         // exp(reference) · total
         A *sums, *memory, count, reference;
         A tau, gamma;   // powers of competition and allocation
-        Wide<A> total;  // errors of a running sum of nearly equal numbers do not cancel
+        Wide<A> total;  // wide, since rounding errors of a running sum of nearly equal numbers do not cancel
     };
 
     int64_t record_size() const {
@@ -52,7 +54,7 @@ template <class T> struct Causal {
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
 
-    // where the state before a segment is kept
+    // the buffer in `kept` of the state before a segment; the first segment has none
     A* record(const Head& h, int64_t segment) const {
         const int64_t before =
             call.sink_bounds ? h.tokens.start / SEGMENT + h.sequence : h.sequence * ((call.sinks - 1) / SEGMENT);
@@ -98,6 +100,7 @@ template <class T> struct Causal {
             std::copy_n(h.memory + d * E, call.value_dim, (A*)memory + (h.index * call.dim + d) * call.value_dim);
     }
 
+    // log Σ exp(τ Ô)
     A logarithm(const Head& h) const {
         return h.total > 0 ? A(h.reference + std::log(h.total)) : -std::numeric_limits<A>::infinity();
     }
@@ -118,7 +121,7 @@ template <class T> struct Causal {
         h.total = Wide<A>(scalars[2]) + scalars[3];
     }
 
-    // the sum up to each token, plus ε, of rows f(token, column); `sum` moves behind the last token
+    // totals[i] = sum + Σ_{j ≤ i} f(j, column) + ε; then `sum` is advanced past the last token
     template <class F> void running_sums(int64_t tokens, F f, A* sum, A* totals) const {
         for (int64_t c = 0; c < D; c += LANES<A>) {
             const Vector<A> before = load(sum + c);
@@ -131,7 +134,7 @@ template <class T> struct Causal {
         }
     }
 
-    // flows of tokens x: (x + ε) · total
+    // the flow of each token: (x + ε) · total + ε', for totals that include ε
     void dot_totals(int64_t tokens, const A* x, const A* totals, A* result) const {
         sum_each(tokens, result, [=](int64_t t) {
             Vector<A> total = {};
@@ -141,7 +144,8 @@ template <class T> struct Causal {
         for (int64_t t = 0; t < tokens; t++) result[t] += rest;
     }
 
-    // the numbers of a chunk, from its features; the sums move behind it. `totals` has room for the rows of a chunk.
+    // Compute the numbers of a chunk from its features, and advance the sums of the state past it. `totals`: scratch
+    // (CHUNK, D)
     void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* totals, A* numbers) const {
         A* number[NUMBERS];
         for (int i = 0; i < NUMBERS; i++) number[i] = numbers + i * CHUNK;
@@ -218,19 +222,19 @@ template <class T> struct Causal {
         }
     }
 
-    // Σ c k up to each token, plus ε; that of the state moves behind the last token
+    // totals: Σ c k up to each token, plus ε; advances Σ c k of the state past the last token
     void competing_sums(int64_t tokens, const A* k, const A* competition, A* sums, A* totals) const {
         running_sums(tokens, [=](int64_t i, int64_t c) { return competition[i] * load(k + i * D + c); }, sums + 4 * D,
                      totals);
     }
 
-    // α/(I D), the factor of the result; if renormalised, with the norm in place of I
+    // α/(I D) of each token, the factor of the result, where D is the position; if renormalised, with the norm for I
     void received(int64_t tokens, const A* numbers, A* result) const {
         for (int64_t i = 0; i < tokens; i++)
             result[i] = numbers[ALLOCATION * CHUNK + i] * numbers[norm * CHUNK + i] / numbers[POSITION * CHUNK + i];
     }
 
-    // x yᵀ where the column is not after the row, else 0; `y_T` gets yᵀ
+    // the lower triangle of x yᵀ, 0 above it; `y_T`: scratch for yᵀ
     static void lower_product(int64_t tokens, int64_t width, int64_t length, const A* x, A* y, A* y_T, A* result) {
         const int64_t columns = padded(tokens, LANES<A>);
         std::fill_n(y + tokens * width, (columns - tokens) * width, A(0));
@@ -255,7 +259,7 @@ template <class T> struct Causal {
                                    CHUNK, b + i * columns, columns, c + i * columns, columns);
     }
 
-    // f(first token, how many) for the chunks of a segment
+    // call f(first token, number of tokens) for each chunk of a segment
     template <class F> void chunks(const Head& h, int64_t segment, F f) const {
         const int64_t stop = std::min(h.tokens.size, (segment + 1) * SEGMENT);
         for (int64_t t = segment * SEGMENT; t < stop; t += CHUNK) f(t, std::min(CHUNK, stop - t));
@@ -273,7 +277,7 @@ template <class T> struct Causal {
                        factor, result);
     }
 
-    // one token: S is read once, from the state, and written once, to that after the token
+    // One token: S is read once, from the state before the token, and written once, to the state after it
     void decode(Head& h, A* q, A* k, A* totals, A* numbers, A* value, A* row) const {
         load_features(h, 0, 1, q, k);
         flows(h, 0, 1, q, k, totals, numbers);
@@ -300,10 +304,10 @@ template <class T> struct Causal {
         A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
         A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *totals = take(CHUNK * D);
         A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
-        const bool one = call.sums && h.tokens.size == 1;
-        read_state(h, call.sums, one ? nullptr : call.memory, call.scalars);
-        if (one) decode(h, q, k, totals, numbers, values, rows);
-        for (int64_t segment = 0; !one && segment < segments(h); segment++) {
+        const bool is_decoding = call.sums && h.tokens.size == 1;
+        read_state(h, call.sums, is_decoding ? nullptr : call.memory, call.scalars);
+        if (is_decoding) decode(h, q, k, totals, numbers, values, rows);
+        for (int64_t segment = 0; !is_decoding && segment < segments(h); segment++) {
             if (segment) keep(h, record(h, segment));
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
@@ -320,7 +324,7 @@ template <class T> struct Causal {
             });
         }
         if (!call.end_sums) return;
-        write_state(h, call.end_sums, one ? nullptr : call.end_memory);
+        write_state(h, call.end_sums, is_decoding ? nullptr : call.end_memory);
         A* scalars = (A*)call.end_scalars + index * 3;
         scalars[0] = h.count;
         scalars[1] = call.competition == SOFTMAX_COMPETITION ? logarithm(h)
@@ -333,13 +337,12 @@ template <class T> struct Causal {
         return SUMS * D + D * E + CHUNK * (4 * D + 2 * E) + CHUNK * CHUNK + (NUMBERS + 1) * CHUNK + 128;
     }
 
-    // what the walk over a segment keeps of each chunk: its features, its numbers, and the state before it
+    // a chunk as recomputed in the backward pass: its features, its numbers, and the state before it
     struct Chunk {
         A *q, *k, *numbers, *sums, *memory_T;
     };
 
-    // gradients of the state after the chunk at hand, in order of the state, where `log` is that of log Σ exp(Ô); and
-    // of the powers
+    // the gradients of the state after the current chunk (`log`: of log Σ exp(τ Ô)), and of the powers so far
     struct Gradient {
         A *key_sum, *query_sum, *conserved_key_sum, *conserved_query_sum, *competing_sum, *memory, *memory_T, log;
         Wide<A> tau, gamma;
@@ -349,13 +352,13 @@ template <class T> struct Causal {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
         A *sums = take(SUMS * D), *memory = take(D * E);
         Head h = begin(index, sums, memory);
-        Chunk kept[SEGMENT / CHUNK];
-        for (Chunk& chunk : kept)
+        Chunk recomputed[SEGMENT / CHUNK];
+        for (Chunk& chunk : recomputed)
             chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(SUMS * D), take(E * D)};
         A *totals = take(CHUNK * D), *values = take(CHUNK * E), *memory_T = take(E * D);
         A *grad_sums = take(SUMS * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
 
-        // the gradient of the state after the last token is read and written as a state is
+        // the gradient of a state has the layout of a state: use the same functions to read and write it
         Head end = begin(index, grad_sums, grad_memory);
         read_state(end, call.grad_end_sums, call.grad_end_memory, call.grad_end_scalars);
         Gradient grad{grad_sums,         grad_sums + D, grad_sums + 2 * D, grad_sums + 3 * D,
@@ -367,7 +370,7 @@ template <class T> struct Causal {
             else read_state(h, call.sums, call.memory, call.scalars);
             transpose(D, E, memory, E, memory_T, D);
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
-                const Chunk& chunk = kept[t % SEGMENT / CHUNK];
+                const Chunk& chunk = recomputed[t % SEGMENT / CHUNK];
                 std::copy_n(h.sums, SUMS * D, chunk.sums);
                 std::copy_n(memory_T, E * D, chunk.memory_T);
                 load_features(h, t, tokens, chunk.q, chunk.k);
@@ -378,7 +381,7 @@ template <class T> struct Causal {
             });
             const int64_t last = (std::min(h.tokens.size, (segment + 1) * SEGMENT) - 1) / CHUNK * CHUNK;
             for (int64_t t = last; t >= segment * SEGMENT; t -= CHUNK)
-                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), kept[t % SEGMENT / CHUNK], grad, space);
+                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), recomputed[t % SEGMENT / CHUNK], grad, space);
         }
         call.write_grad_powers(index, A(grad.tau), A(grad.gamma));
         if (!call.grad_sums) return;
@@ -399,63 +402,63 @@ template <class T> struct Causal {
 
     void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
         auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *taken = take(CHUNK), *given = take(CHUNK);
+        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *alpha_dalpha = take(CHUNK), *c_dc = take(CHUNK);
         A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
-        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *kept = take(CHUNK * E);
-        A* turned = take(CHUNK * std::max(D, E));
+        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *grad_values = take(CHUNK * E);
+        A* transposed = take(CHUNK * std::max(D, E));
         A *products = take(CHUNK * CHUNK), *grad_products = take(CHUNK * CHUNK);
         A *grad_q = take(CHUNK * D), *grad_k = take(CHUNK * D), *totals = take(CHUNK * 4 * D);
         auto number = [&](int i) { return chunk.numbers + i * CHUNK; };
         const A *position = number(POSITION), *in = number(INVERSE_INCOMING), *out = number(INVERSE_OUTGOING);
         const A* competition = number(COMPETITION);
 
-        // R = q S α/(I D), where S holds the chunks before and, by P, the tokens of this one; V is scaled by c
+        // R = α/(I D) (q S + P c V), where S sums the earlier chunks, and P is the lower triangle of q kᵀ
         this->received(tokens, chunk.numbers, received);
         load_values(call.grad, h.head, h, t, tokens, received, grads);
         load_values(call.value, h.key_head, h, t, tokens, competition, values);
-        lower_product(tokens, D, call.dim, q, k, turned, products);
-        lower_product(tokens, E, call.value_dim, grads, values, turned, grad_products);
+        lower_product(tokens, D, call.dim, q, k, transposed, products);
+        lower_product(tokens, E, call.value_dim, grads, values, transposed, grad_products);
         product<A, false, false>(tokens, D, call.value_dim, grads, E, chunk.memory_T, D, grad_q, D);
-        row_dots(tokens, D, q, grad_q, taken);
-        product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, kept, E);
-        row_dots(tokens, E, kept, values, given);
+        row_dots(tokens, D, q, grad_q, alpha_dalpha);
+        product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, grad_values, E);
+        row_dots(tokens, E, grad_values, values, c_dc);
         for (int64_t i = 0; i < tokens; i++)
             for (int64_t j = 0; j <= i; j++) {
                 const A shared = products[i * CHUNK + j] * grad_products[i * CHUNK + j];
-                taken[i] += shared;  // ⟨dR, R⟩, which is α dα
-                given[j] += shared;  // c dc
+                alpha_dalpha[i] += shared;  // ⟨dR, R⟩
+                c_dc[j] += shared;
             }
-        add_upper(tokens, E, products, grads, kept);
+        add_upper(tokens, E, products, grads, grad_values);
         for (int64_t i = 0; i < tokens; i++)
             write_source(call.grad_value, call.value_dim, h, h.tokens.start + t + i,
-                         [&](int64_t c) { return load(kept + i * E + c) * competition[i]; });
+                         [&](int64_t c) { return load(grad_values + i * E + c) * competition[i]; });
         product<A, false, false>(tokens, D, call.value_dim, values, E, grad.memory_T, D, grad_k, D);
         add_upper(tokens, D, grad_products, q, grad_k);
         add_lower(tokens, D, grad_products, k, grad_q);
         product<A, true, true>(call.dim, E, tokens, q, D, grads, E, grad.memory, E);
         transpose(D, E, grad.memory, E, grad.memory_T, D);
-        if (call.renormalize) backward_norm(tokens, chunk, grad, taken, totals, given, grad_q, grad_k);
+        if (call.renormalize) backward_norm(tokens, chunk, grad, alpha_dalpha, totals, c_dc, grad_q, grad_k);
 
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_gate = taken[i] * (1 - number(gate)[i]) * h.gamma;
+            const A grad_gate = alpha_dalpha[i] * (1 - number(gate)[i]) * h.gamma;
             conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : grad_gate / position[i];
             A flow = 0;
-            if (call.competition == SIGMOID_COMPETITION) flow = given[i] * (1 - competition[i]);
+            if (call.competition == SIGMOID_COMPETITION) flow = c_dc[i] * (1 - competition[i]);
             if (call.competition == SOFTMAX_COMPETITION) {
-                // exp(L) Σ dL' exp(−L') over this token and the later ones, where L is the running logarithm
-                grad.log -= given[i];
-                flow = given[i] + number(SHARE)[i] * grad.log;
+                // exp(L) Σ dL' exp(−L') over this token and later ones, where L is the running log Σ exp(τ Ô)
+                grad.log -= c_dc[i];
+                flow = c_dc[i] + number(SHARE)[i] * grad.log;
                 grad.log *= number(DECAY)[i];
             }
             conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow * h.tau / position[i];
             if (call.powers) {
                 grad.tau += flow * number(FLOW)[i];
-                grad.gamma += taken[i] * std::log(number(GATE)[i]);
+                grad.gamma += alpha_dalpha[i] * std::log(number(GATE)[i]);
             }
         }
-        if (call.renormalize) std::fill_n(taken, tokens, A(0));  // I divides no result
+        if (call.renormalize) std::fill_n(alpha_dalpha, tokens, A(0));  // the result does not depend on I directly
 
-        // the four sums up to each token, plus ε, a plane after another
+        // the four sums up to each token, plus ε: planes of (CHUNK, D) in `totals`
         for (int sum = 0; sum < 4; sum++) {
             const A *x = sum % 2 ? q : k, *factor = sum < 2 ? nullptr : sum % 2 ? in : out;
             auto row = [=](int64_t i, int64_t c) { return (factor ? factor[i] : A(1)) * load(x + i * D + c); };
@@ -466,8 +469,9 @@ template <class T> struct Causal {
                 const A *x = q + i * D, *y = k + i * D, *total = totals + i * D;
                 add_raised(grad.conserved_key_sum, conserved_in[i], x);
                 add_raised(grad.conserved_query_sum, conserved_out[i], y);
-                const A through_in = dot(D, x, grad.conserved_query_sum), through_out = dot(D, y, grad.conserved_key_sum);
-                const A flow_in = -(taken[i] + through_in * in[i]) * in[i] / position[i];
+                const A through_in = dot(D, x, grad.conserved_query_sum);
+                const A through_out = dot(D, y, grad.conserved_key_sum);
+                const A flow_in = -(alpha_dalpha[i] + through_in * in[i]) * in[i] / position[i];
                 const A flow_out = -through_out * out[i] * out[i] / position[i];
                 add_raised(grad.key_sum, flow_in, x);
                 add_raised(grad.query_sum, flow_out, y);
@@ -485,15 +489,15 @@ template <class T> struct Causal {
         });
     }
 
-    // adds what a chunk gets by way of its norms, and Σ c k, to c dc and to the gradients of its features
-    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* taken, A* totals, A* given,
-                       A* grad_q, A* grad_k) const {
+    // if renormalised: add the gradients through the norm ⟨q, Σ c k⟩ to c dc and to the gradients of the features
+    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* alpha_dalpha, A* totals,
+                       A* c_dc, A* grad_q, A* grad_k) const {
         const A *competition = chunk.numbers + COMPETITION * CHUNK, *position = chunk.numbers + POSITION * CHUNK;
         competing_sums(tokens, chunk.k, competition, chunk.sums, totals);
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_norm = -taken[i] * chunk.numbers[norm * CHUNK + i] / position[i];
+            const A grad_norm = -alpha_dalpha[i] * chunk.numbers[norm * CHUNK + i] / position[i];
             add_raised(grad.competing_sum, grad_norm, chunk.q + i * D);
-            given[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
+            c_dc[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
             add_outer(1, D, &grad_norm, totals + i * D, grad_q + i * D);
             add_outer(1, D, competition + i, grad.competing_sum, grad_k + i * D);
         }
@@ -504,7 +508,7 @@ template <class T> struct Causal {
         for (int64_t c = 0; c < D; c += LANES<A>) store(total + c, load(total + c) + factor * (load(x + c) + eps));
     }
 
-    // gradients of shared key heads are added up by the caller, as sums
+    // write a row of dK or dV; the caller sums the rows of query heads that share a key head, in type A
     template <class F> void write_source(const Rows& rows, int64_t size, const Head& h, int64_t token, F f) const {
         if (call.shared > 1) write_row(rows.at<A>(h.row, h.head, token), size, f);
         else write_row(rows.at<T>(h.row, h.head, token), size, f);

@@ -1,4 +1,4 @@
-// A head of bidirectional Flow-Attention: where its tokens and numbers lie, and what is computed from its flows.
+// A head of bidirectional Flow-Attention: the location of its tokens and buffers, and the functions of its flows.
 #pragma once
 
 #include "call.h"
@@ -7,16 +7,18 @@ template <class T> struct BidirectionalHead {
     using A = Sum<T>;
 
     const Call* call;
-    int64_t index, sequence, row, head, key_head;  // `row`: of the tensors, 0 for packed sequences
+    int64_t index, sequence, row, head, key_head;  // `row`: index in the first axis of tensors, 0 if packed
     Span sinks, sources;
     const bool *query_mask, *key_mask;
-    A n, m;                                                             // tokens that take part
-    A tau, gamma;                                                       // powers of competition and allocation
-    A *inverse_incoming, *allocation, *inverse_outgoing, *competition;  // kept, one number a token
-    A *inverse_norm, *gate;  // kept: of what results are divided by, I or ⟨q, Σ c k⟩; α before its power
-    A* record;               // kept, see `record_size`
+    A n, m;        // valid sinks and sources
+    A tau, gamma;  // powers of competition and allocation
+    // kept for the backward pass, one number per token
+    A *inverse_incoming, *allocation, *inverse_outgoing, *competition;
+    A* inverse_norm;  // likewise: 1/I, or 1/⟨q, Σ c k⟩ if renormalised
+    A* gate;          // likewise: α before its power
+    A* record;        // kept for the backward pass, see `record_size`
 
-    // room for the sums of features and S, or for the flow matrix of a short head; `op.py` allocates it
+    // a record holds the sums of features and S, or the flow matrix of a short head; `op.py` allocates it
     static int64_t record_size(const Call& call) {
         return (call.feature_sums() + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
     }
@@ -37,18 +39,18 @@ template <class T> struct BidirectionalHead {
         h.m = count(h.key_mask, h.sources.size);
         h.tau = call.tau<A>(h.head);
         h.gamma = call.gamma<A>(h.head);
-        // records of all heads, then planes of a number for each token
-        const int64_t place = h.row * call.heads + h.head, places = call.rows() * call.heads;
-        const int64_t plane = places * call.sinks;
+        // layout of `kept`: the records of all heads, then planes of one number per token
+        const int64_t plane_row = h.row * call.heads + h.head, plane_rows = call.rows() * call.heads;
+        const int64_t plane = plane_rows * call.sinks;
         A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
         h.record = (A*)call.kept + index * record_size(call);
-        h.inverse_incoming = flows + place * call.sinks + h.sinks.start;
+        h.inverse_incoming = flows + plane_row * call.sinks + h.sinks.start;
         h.allocation = h.inverse_incoming + plane;
         h.inverse_norm = call.renormalize ? h.allocation + plane : h.inverse_incoming;
         h.gate = call.powers ? h.inverse_norm + plane : h.allocation;
         flows += (2 + (call.renormalize ? 1 : 0) + (call.powers ? 1 : 0)) * plane;
-        h.inverse_outgoing = flows + place * call.sources + h.sources.start;
-        h.competition = h.inverse_outgoing + places * call.sources;
+        h.inverse_outgoing = flows + plane_row * call.sources + h.sources.start;
+        h.competition = h.inverse_outgoing + plane_rows * call.sources;
         return h;
     }
 
@@ -67,14 +69,14 @@ template <class T> struct BidirectionalHead {
         scaled_rows<T>(call->value, call->value_dim, row, key_head, sources.start + t, tokens, at(key_mask, t),
                        competition + t, result);
     }
-    // dR α/I, or with another norm
+    // dR α/I; if renormalised, with the norm in place of I. `factor` gets α/I.
     void grads(int64_t t, int64_t tokens, A* factor, A* result) const {
         for (int64_t i = 0; i < tokens; i++) factor[i] = allocation[t + i] * inverse_norm[t + i];
         scaled_rows<T>(call->grad, call->value_dim, row, head, sinks.start + t, tokens, at(query_mask, t), factor,
                        result);
     }
 
-    // R, from rows that lack the factor α/I, or with another norm
+    // write R = rows · α/I; if renormalised, with the norm in place of I
     void write_result(int64_t t, int64_t tokens, const A* rows, int64_t width) const {
         for (int64_t i = 0; i < tokens; i++) {
             const A received = allocation[t + i] * inverse_norm[t + i];
@@ -82,13 +84,13 @@ template <class T> struct BidirectionalHead {
                       [&](int64_t c) { return load(rows + i * width + c) * received; });
         }
     }
-    // dV, from rows that lack the factor c
+    // write dV = rows · c
     void write_grad_value(int64_t t, int64_t tokens, const A* rows, int64_t width) const {
         for (int64_t i = 0; i < tokens; i++)
             write_source(call->grad_value, call->value_dim, sources.start + t + i,
                          [&](int64_t c) { return load(rows + i * width + c) * competition[t + i]; });
     }
-    // gradients of shared key heads are added up by the caller, as sums
+    // write a row of dK or dV; the caller sums the rows of query heads that share a key head, in type A
     template <class F> void write_source(const Rows& rows, int64_t size, int64_t token, F f) const {
         if (call->shared > 1) write_row(rows.at<A>(row, head, token), size, f);
         else write_row(rows.at<T>(row, head, token), size, f);
@@ -96,7 +98,8 @@ template <class T> struct BidirectionalHead {
 
     A ratio() const { return call->rescale ? n / std::max(m, A(1)) : A(1); }
 
-    // keeps τ Ô after the clamp, or c where it is not a softmax; −∞ and 0 where masked
+    // From Ô, store in `competition` and `flow`: τ Ô after the clamp (−∞ where masked) for a softmax, else c (0 where
+    // masked)
     void compete(int64_t t, int64_t tokens, A* flow) const {
         const A clamp = A(call->clamp);
         if (call->competition == NO_COMPETITION) std::fill_n(flow, tokens, A(1));
@@ -112,7 +115,7 @@ template <class T> struct BidirectionalHead {
         std::copy_n(flow, tokens, competition + t);
     }
 
-    // exp(Ô − maximum) in place of Ô; returns their sum
+    // replace the stored τ Ô by exp(τ Ô − maximum); returns the sum
     A exponentials(int64_t t, int64_t tokens, A maximum) const {
         A *c = competition + t, total = 0;
         map_tokens(tokens, c, [&](Vector<A> x) { return exponential<A>(x - maximum); });
@@ -120,10 +123,10 @@ template <class T> struct BidirectionalHead {
         return total;
     }
 
-    // what makes c of exponentials, by their sum
+    // the factor that turns exponentials with this sum into c
     A share(A total) const { return total > 0 ? (call->rescale ? m : A(1)) / total : A(0); }
 
-    // keeps α, from Î
+    // from Î, store α in `allocation` and `flow`
     void allocate(int64_t t, int64_t tokens, A* flow) const {
         const A r = ratio();
         if (call->allocation == NO_ALLOCATION) std::fill_n(flow, tokens, A(1));
@@ -137,38 +140,39 @@ template <class T> struct BidirectionalHead {
         std::copy_n(flow, tokens, allocation + t);
     }
 
-    // dÎ from α dα; returns the sum
-    A grad_allocation(int64_t t, int64_t tokens, const A* taken, A* grad) const {
+    // dÎ from α dα; returns Σ dÎ
+    A grad_allocation(int64_t t, int64_t tokens, const A* alpha_dalpha, A* grad) const {
         const A r = call->allocation == NO_ALLOCATION ? A(0) : ratio() * gamma;
         A total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += grad[i] = taken[i] * (1 - gate[t + i]) * r;
+        for (int64_t i = 0; i < tokens; i++) total += grad[i] = alpha_dalpha[i] * (1 - gate[t + i]) * r;
         return total;
     }
     // dγ from α dα
-    A grad_gamma(int64_t t, int64_t tokens, const A* taken) const {
+    A grad_gamma(int64_t t, int64_t tokens, const A* alpha_dalpha) const {
         Wide<A> total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += taken[i] * std::log(gate[t + i]);
+        for (int64_t i = 0; i < tokens; i++) total += alpha_dalpha[i] * std::log(gate[t + i]);
         return A(total);
     }
-    // the gradient of the norm of a renormalised result from α dα, which leaves nothing to the gradient of I; returns
-    // the sum
-    A grad_norm(int64_t t, int64_t tokens, A* taken, A* grad) const {
+    // If renormalised: the gradient of the norm from α dα; returns the sum. Zeroes `alpha_dalpha`, since the result
+    // does not depend on I directly.
+    A grad_norm(int64_t t, int64_t tokens, A* alpha_dalpha, A* grad) const {
         A total = 0;
-        for (int64_t i = 0; i < tokens; i++) total += grad[i] = -std::exchange(taken[i], A(0)) * inverse_norm[t + i];
+        for (int64_t i = 0; i < tokens; i++)
+            total += grad[i] = -std::exchange(alpha_dalpha[i], A(0)) * inverse_norm[t + i];
         return total;
     }
 
-    // d(τ Ô) from c dc and the sum of it over all sources
-    void grad_competition(int64_t t, int64_t tokens, const A* given, A shared_loss, A* grad) const {
+    // d(τ Ô) from c dc and Σ c dc over all sources
+    void grad_competition(int64_t t, int64_t tokens, const A* c_dc, A shared_loss, A* grad) const {
         const A *c = competition + t, loss = shared_loss / (call->rescale ? std::max(m, A(1)) : A(1));
         for (int64_t i = 0; i < tokens; i++)
-            grad[i] = call->competition == SOFTMAX_COMPETITION   ? given[i] - c[i] * loss
-                      : call->competition == SIGMOID_COMPETITION ? given[i] * (1 - c[i])
+            grad[i] = call->competition == SOFTMAX_COMPETITION   ? c_dc[i] - c[i] * loss
+                      : call->competition == SIGMOID_COMPETITION ? c_dc[i] * (1 - c[i])
                                                                  : A(0);
     }
-    // whether Ô is needed to make dÔ of d(τ Ô)
+    // whether `grad_flow` must be called, for which Ô is recomputed
     bool needs_flow() const { return call->powers || !std::isinf(call->clamp); }
-    // dÔ in place of d(τ Ô), 0 where the clamp held Ô; returns dτ
+    // replace d(τ Ô) by dÔ, 0 where Ô was clamped; returns dτ
     A grad_flow(int64_t tokens, const A* flow, A* grad) const {
         const A clamp = A(call->clamp);
         Wide<A> total = 0;

@@ -1,4 +1,4 @@
-// The functions of the library. Each returns 0, or 1 where memory is short.
+// The exported functions of the library. Each returns 0, or 1 if memory could not be allocated.
 #include "bidirectional.h"
 #include "causal.h"
 

@@ -1,6 +1,6 @@
-"""The native backend: what it refuses, its operators, and their autograd.
+"""The native backend: its refusals, its operators, and their autograd functions.
 
-Packed sequences are one row of tokens with the bounds of the sequences, so that the same operators serve them.
+Packed sequences are passed as one row of tokens with the bounds of the sequences, so they need no other operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_STATES: tuple[Tensor | None, ...] = (None,) * 12
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
-    """Why the native code cannot compute this; empty where it can."""
+    """Why the native code cannot run this call; empty if it can."""
     if query.device.type != "cpu":
         return [f"tensors on {query.device} (the native code is for CPUs)"]
     if is_exporting():
@@ -53,7 +53,7 @@ def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant
 
 
 def by_name(query: Tensor) -> bool:
-    """Never only by name: it is what a CPU should run."""
+    """False: this is the preferred backend on a CPU."""
     return False
 
 
@@ -92,7 +92,7 @@ def _bidirectional(
 ) -> Tensor:
     tensors = with_rows(query), with_rows(key), with_rows(value), *masks, *lengths[:2], options.powers
     function = _Bidirectional if torch.compiler.is_compiling() else _EagerBidirectional
-    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *_flat(options))[0]
+    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))[0]
     return result
 
 
@@ -107,32 +107,32 @@ def _causal(
 ) -> tuple[Tensor, ...]:
     tensors = with_rows(query), with_rows(key), with_rows(value), mask, *state, *lengths[:2], options.powers
     function = _Causal if torch.compiler.is_compiling() else _EagerCausal
-    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *_flat(options))
+    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))
     return outputs
 
 
-def _flat(options: Options) -> tuple[Any, ...]:
+def _flat_options(options: Options) -> tuple[Any, ...]:
     """The arguments of `_OPTIONS`."""
     return *options.as_args(), options.variant.renormalize
 
 
-# inputs and outputs of these functions are those of the operators at the end of this file
+# these functions have the inputs and outputs of the operators at the end of this file
 class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = _native_bidirectional(*inputs)
         ctx.save_for_backward(*inputs[:8], outputs[1])
         ctx.mark_non_differentiable(outputs[1])
-        ctx.set_materialize_grads(False)  # of outputs that nothing used: zeros as large as what is kept
+        ctx.set_materialize_grads(False)  # torch would allocate zeros as large as `kept` for its unused gradient
         ctx.options = inputs[8:]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        *found, grad_powers = differentiate(_native_bidirectional_backward, grads[0], *saved, *ctx.options)
+        *input_grads, grad_powers = differentiate(_native_bidirectional_backward, grads[0], *saved, *ctx.options)
         powers = None if saved[7] is None else grad_powers
-        return *found, None, None, None, None, powers, *(None for _ in ctx.options)
+        return *input_grads, None, None, None, None, powers, *(None for _ in ctx.options)
 
 
 class _Causal(torch.autograd.Function):
@@ -173,7 +173,7 @@ def _run_bidirectional(
     lengths, powers, options = rest[:2] + rest[3:5], rest[2], rest[5:]
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
     result, kept = _empty_bidirectional(query, key, value, None, None, *rest)
-    outputs, powers = (_cleared(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
     run("bidirectional_forward", (query, key, value), outputs, bounds, masks, kept, _NO_STATES, powers, *options)
     return result, kept
 
@@ -191,7 +191,7 @@ def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: An
     state, lengths, powers, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
     result, *end, kept = _empty_causal(query, key, value, None, *rest)
-    outputs, powers = (_cleared(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
     states = _NO_STATES if state[0] is None else (*state, *end, *_NO_STATES[:6])
     run("causal_forward", (query, key, value), outputs, bounds, masks, kept, states, powers, *options)
     return result, *end, kept
@@ -210,7 +210,7 @@ def _run_causal_backward(
 ) -> tuple[Tensor, ...]:
     state, lengths, (powers, kept), options = _contiguous(*rest[:3]), rest[3:5] + rest[7:9], rest[5:7], rest[9:]
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
-    grad_start, states = _like_state(query, state), _NO_STATES
+    grad_start, states = _empty_like_state(query, state), _NO_STATES
     if state[0] is not None:
         states = (*state, *_NO_STATES[:3], *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
     inputs = query, key, value
@@ -231,12 +231,12 @@ def _run_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key, value and powers."""
     (query, key, value), grads = inputs, _empty_gradients(*inputs)
-    # those of a shared key head are added up over its query heads, in the dtype of the sums
+    # gradients of a shared key head are summed over its query heads, in the dtype of the sums
     parts, shared = list(grads), query.shape[1] != key.shape[1]
     if shared:
         parts[1:] = (x.new_empty(x.shape[0], query.shape[1], *x.shape[2:], dtype=sum_dtype(x)) for x in (key, value))
     for part, ends in zip(parts, (bounds[0], bounds[1], bounds[1]), strict=True):
-        _cleared(part, ends)
+        _zero_unused(part, ends)
     grad_powers, of_sequences = _empty_powers(query, powers), None
     if powers is not None:
         of_sequences = grad_powers.new_empty(2, _sequences(query, bounds[0]), query.shape[1])
@@ -253,10 +253,11 @@ def _run_backward(
 def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causal: bool) -> list[Bounds]:
     if lengths[0] is None:
         return [None, None]
-    # here, since every import of the package would pay for it
+    # imported here, so that importing the package stays fast
     from ..bounds import starts_and_lengths
 
-    # not by `check_bounds`, which trusts tensors that it has seen: bounds may share memory with an array that changes
+    # not by `check_bounds`, which caches by version counter: bounds may share memory with a NumPy array, and writing to
+    # that does not change the counter
     starts_and_lengths(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
     return [ends.long().contiguous() for ends in lengths[:2]]
 
@@ -265,8 +266,8 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _cleared(x: Tensor, bounds: Bounds) -> Tensor:
-    """x, 0 where packed tokens belong to no sequence."""
+def _zero_unused(x: Tensor, bounds: Bounds) -> Tensor:
+    """Set x (1, H, T, D) to 0, in place, after the last packed sequence. Returns: x."""
     if bounds is not None:
         x[:, :, int(bounds[-1]) :] = 0
     return x
@@ -276,7 +277,8 @@ def _empty_bidirectional(
     query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, sinks), powers, renormalize = query.shape[:3], rest[2], rest[-1]
-    # a record of each head, and two numbers of each token; of a sink, another for its norm and for its power
+    # a record for each head, and two numbers for each token; sinks have one more if renormalised (the norm) and one
+    # more with powers (the gate before its power)
     numbers = (2 + renormalize + (powers is not None)) * sinks + 2 * key.shape[2]
     size = _sequences(query, rest[0]) * heads * _record_size(query, value, renormalize) + batch * heads * numbers
     return empty_result(query, value.shape[-1]), query.new_empty((size,), dtype=sum_dtype(query))
@@ -294,22 +296,22 @@ def _empty_causal(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     batch, heads, length = query.shape[:3]
-    # the state before each segment but the first of a sequence
+    # the state before each segment of a sequence except the first
     segments = length // SEGMENT * batch if cu_seqlens is None else length // SEGMENT + _sequences(query, cu_seqlens)
-    # two more, since Dynamo specialises on sizes of 0 and 1
+    # two more numbers, since Dynamo specialises on sizes of 0 and 1
     size = segments * heads * (_record_size(query, value, rest[-1]) + 4) + 2
     kept = query.new_empty((size,), dtype=sum_dtype(query))
-    return empty_result(query, value.shape[-1]), *_like_state(query, (sums, memory, scalars)), kept
+    return empty_result(query, value.shape[-1]), *_empty_like_state(query, (sums, memory, scalars)), kept
 
 
 def _record_size(query: Tensor, value: Tensor, renormalize: bool) -> int:
-    """Numbers of four or five sums of features and of their product with values, padded."""
+    """The size of a record: four or five sums of features, and S = Σ kᵀ c V, padded."""
     dtype = sum_dtype(query)
     return (4 + renormalize + padded(value.shape[-1], dtype)) * padded(query.shape[-1], dtype)
 
 
-def _like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Contiguous; without numbers where there is no state."""
+def _empty_like_state(query: Tensor, state: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Three uninitialised contiguous tensors in the shapes of a state; empty without a state."""
     shapes = [(0,) if part is None else part.shape for part in state]
     return tuple(query.new_empty(shape, dtype=sum_dtype(query)) for shape in shapes)
 
@@ -323,14 +325,14 @@ def _empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _empty_powers(query: Tensor, powers: Powers) -> Tensor:
-    """Without numbers where there are no powers."""
+    """An uninitialised gradient of the powers; empty without powers."""
     return query.new_empty((0,) if powers is None else powers.shape, dtype=sum_dtype(query))
 
 
 def _empty_rows(x: Tensor) -> Tensor:
-    """Uninitialised, in the memory order of x; but its features are contiguous even if those of x are not dense.
+    """An uninitialised tensor like x, in the memory order of x if that has contiguous features.
 
-    torch.empty_like puts the shorter of two axes with equal strides last, which sliding windows have.
+    torch.empty_like may return others: of two axes with equal strides, as in sliding windows, it puts the shorter last.
     """
     empty = torch.empty_like(x)
     return empty if empty.stride(-1) == 1 else x.new_empty(x.shape)
@@ -343,7 +345,7 @@ def _empty_bidirectional_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ..
 
 def _empty_causal_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, _, _, query, key, value, _, *state, _, _, powers = rest[:13]
-    return *_empty_gradients(query, key, value), *_like_state(query, state), _empty_powers(query, powers)
+    return *_empty_gradients(query, key, value), *_empty_like_state(query, state), _empty_powers(query, powers)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"

@@ -1,11 +1,12 @@
-// Products of small matrices that are in cache. Rows are padded to whole vectors.
+// Products of small matrices that are in cache. Rows are padded to whole vectors. x_row is the stride of x's rows.
 #pragma once
 
 #include <type_traits>
 
 #include "vector.h"
 
-// ROWS × COLUMNS vectors of c (+)= a b, where b is length × columns, and a is rows × length, or its transpose
+// A tile of c = a b, or c += a b if ADD: ROWS rows of COLUMNS vectors. b is (length, columns); a is (rows, length), or
+// (length, rows) if TRANSPOSED.
 template <class A, int ROWS, int COLUMNS, bool TRANSPOSED, bool ADD>
 static void tile(const A* a, int64_t a_row, const A* b, int64_t b_row, A* c, int64_t c_row, int64_t length) {
     Vector<A> total[ROWS][COLUMNS] = {};
@@ -38,7 +39,7 @@ static void strip(
         if (rows) strip<A, ROWS - 1, COLUMNS, TRANSPOSED, ADD>(rows, a, a_row, b, b_row, c, c_row, length);
 }
 
-// c (+)= a b, or aᵀ b if TRANSPOSED; `columns` is a whole number of vectors
+// c = a b, or aᵀ b if TRANSPOSED, added to c if ADD; `columns` is a multiple of LANES
 template <class A, bool TRANSPOSED, bool ADD>
 static void product(int64_t rows, int64_t columns, int64_t length, const A* a, int64_t a_row, const A* b, int64_t b_row,
                     A* c, int64_t c_row) {
@@ -55,7 +56,7 @@ template <class A> inline A dot(int64_t columns, const A* x, const A* y) {
     return sum(total);
 }
 
-// the sum of the vector f(row), for each row
+// result[row] = the sum over the vector f(row)
 template <class A, class F> static void sum_each(int64_t rows, A* result, F f) {
     int64_t t = 0;
     if constexpr (std::is_same<A, float>::value)
@@ -67,7 +68,7 @@ template <class A, class F> static void sum_each(int64_t rows, A* result, F f) {
     for (; t < rows; t++) result[t] = sum(f(t));
 }
 
-// the sum of each row of x
+// result[t] = Σ_c x_tc
 template <class A> static void sum_rows(int64_t rows, int64_t columns, const A* x, A* result) {
     sum_each(rows, result, [=](int64_t t) {
         Vector<A> total = {};
@@ -76,7 +77,7 @@ template <class A> static void sum_rows(int64_t rows, int64_t columns, const A* 
     });
 }
 
-// x_t · w of each row of x
+// result[t] = x_t · w
 template <class A> static void dots(int64_t rows, int64_t columns, const A* x, const A* w, A* result) {
     sum_each(rows, result, [=](int64_t t) {
         Vector<A> total = {};
@@ -85,7 +86,7 @@ template <class A> static void dots(int64_t rows, int64_t columns, const A* x, c
     });
 }
 
-// x_t · y_t of each row
+// result[t] = x_t · y_t
 template <class A> static void row_dots(int64_t rows, int64_t columns, const A* x, const A* y, A* result) {
     sum_each(rows, result, [=](int64_t t) {
         Vector<A> total = {};
@@ -109,7 +110,7 @@ inline void transpose_square(const double* x, int64_t x_row, double* y, int64_t 
         for (int j = 0; j < LANES<double>; j++) y[i * y_row + j] = x[j * x_row + i];
 }
 
-// y (columns × rows) = xᵀ, both in whole vectors
+// y (columns, rows) = xᵀ; rows and columns are multiples of LANES
 template <class A>
 static void transpose(int64_t rows, int64_t columns, const A* x, int64_t x_row, A* y, int64_t y_row) {
     for (int64_t i = 0; i < rows; i += LANES<A>)

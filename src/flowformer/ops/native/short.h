@@ -1,7 +1,7 @@
-// A head with few tokens, computed by its flow matrix P = q kᵀ.
+// A head with few tokens, computed with its flow matrix P = q kᵀ.
 //
-// Flows are sums over rows and columns of P, and the result is P (c V): fewer steps than by S = Σ kᵀ c V, which is a
-// product of all features with all values. With x = Σ_c x_c, what ε adds to the flows is
+// Flows are sums over rows and columns of P, and the result is α/I P (c V). With few tokens this takes fewer operations
+// than S = Σ kᵀ c V, which has D × E numbers. Below, q_i and k_j outside of P denote sums over the features of a token:
 //
 //     I_i = Σ_j P_ij + ε (q_i + Σ_j k_j) + D ε²           O_j = Σ_i P_ij + ε (k_j + Σ_i q_i) + D ε²
 //     Î_i = Σ_j P_ij/O_j + ε (q_i + Σ_j k_j/O_j) + D ε²   Ô_j = Σ_i P_ij/I_i + ε (k_j + Σ_i q_i/I_i) + D ε²
@@ -24,6 +24,7 @@ template <class T> struct Short {
     explicit Short(const Call& call)
         : call(call), features(call), D(padded(call.dim, LANES<A>)), E(padded(call.value_dim, LANES<A>)) {}
 
+    // whether the head is short enough: the flow matrix must take fewer operations than S
     bool takes(const Head& h) const {
         const int64_t length = std::max(h.sinks.size, h.sources.size);
         return h.sinks.size > 0 && length <= BLOCK && 2 * length * (D + E) <= 3 * D * E;
@@ -34,11 +35,11 @@ template <class T> struct Short {
         return BLOCK * (3 * D + 2 * E + std::max(D, E) + BLOCK + NUMBERS);
     }
 
-    // one number of each token, 0 beyond the last
-    enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, TAKEN, FACTOR, COMPETITION, NORM, NUMBERS };
+    // arrays in `Space` of one number per token, 0 after the last token
+    enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, ALPHA_DALPHA, FACTOR, COMPETITION, NORM, NUMBERS };
 
     struct Space {
-        A *q, *k, *gradient, *values, *rows, *turned, *products, *numbers;
+        A *q, *k, *gradient, *values, *rows, *transposed, *products, *numbers;
 
         Space(int64_t D, int64_t E, A* space) {
             auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
@@ -47,7 +48,7 @@ template <class T> struct Short {
             gradient = take(BLOCK * D);
             values = take(BLOCK * E);
             rows = take(BLOCK * E);
-            turned = take(BLOCK * std::max(D, E));
+            transposed = take(BLOCK * std::max(D, E));
             products = take(BLOCK * BLOCK);
             numbers = take(BLOCK * NUMBERS);
             std::fill_n(numbers, BLOCK * NUMBERS, A(0));
@@ -56,12 +57,12 @@ template <class T> struct Short {
         A* operator[](int name) const { return numbers + name * BLOCK; }
     };
 
-    // x yᵀ of the sinks' rows x and the sources' rows y
-    void multiply(const Head& h, const A* x, A* y, int64_t width, int64_t length, A* turned, A* result) const {
+    // x yᵀ, for rows x of the sinks and y of the sources
+    void multiply(const Head& h, const A* x, A* y, int64_t width, int64_t length, A* transposed, A* result) const {
         const int64_t columns = padded(h.sources.size, LANES<A>);
         std::fill_n(y + h.sources.size * width, (columns - h.sources.size) * width, A(0));
-        transpose(columns, width, y, width, turned, columns);
-        product<A, false, false>(h.sinks.size, columns, length, x, width, turned, columns, result, columns);
+        transpose(columns, width, y, width, transposed, columns);
+        product<A, false, false>(h.sinks.size, columns, length, x, width, transposed, columns, result, columns);
     }
 
     static A total(int64_t size, const A* x) {
@@ -70,13 +71,14 @@ template <class T> struct Short {
         return sum;
     }
 
-    // adds what a flow has beside the sum of P, from the sums of features on its own side and on the other
+    // Add the terms with ε to a flow that so far is a sum of P. `own`: sum of features of each token; `other`: sum of
+    // features of all tokens on the other side
     void add_rest(int64_t size, A* flow, const A* own, A other) const {
         const A eps = A(call.eps), rest = eps * (other + A(call.dim) * eps) + A(call.flow_eps);
         for (int64_t i = 0; i < size; i++) flow[i] += eps * own[i] + rest;
     }
 
-    // the features and their sums
+    // load the features, and sum those of each token
     void load_features(const Head& h, const Space& s) const {
         h.queries(features, 0, h.sinks.size, s.q);
         h.keys(features, 0, h.sources.size, s.k);
@@ -84,7 +86,7 @@ template <class T> struct Short {
         sum_rows(h.sources.size, D, s.k, s[KEY]);
     }
 
-    // adds Ô to zeros
+    // Ô; `flow` must be zeroed
     void conserved_outgoing(const Head& h, const Space& s, const A* inverse_incoming, A* flow) const {
         const int64_t n = h.sinks.size, m = h.sources.size;
         add_weighted(n, padded(m, LANES<A>), inverse_incoming, h.record, flow);
@@ -92,11 +94,11 @@ template <class T> struct Short {
     }
 
     // c dc += c_j Σ_i dω_i (P_ij + ε k_j)
-    void add_through_norm(int64_t n, int64_t columns, const A* P, const Space& s, A norms, A* given) const {
+    void add_through_norm(int64_t n, int64_t columns, const A* P, const Space& s, A norms, A* c_dc) const {
         for (int64_t c = 0; c < columns; c += LANES<A>) {
             Vector<A> sum = A(call.eps) * norms * load(s[KEY] + c);
             for (int64_t i = 0; i < n; i++) sum += s[NORM][i] * load(P + i * columns + c);
-            store(given + c, load(given + c) + load(s[COMPETITION] + c) * sum);
+            store(c_dc + c, load(c_dc + c) + load(s[COMPETITION] + c) * sum);
         }
     }
 
@@ -105,7 +107,7 @@ template <class T> struct Short {
         const Space s(D, E, space);
         A *P = h.record, *in = s[IN], *out = s[OUT], *conserved_in = s[CONSERVED_IN];
         load_features(h, s);
-        multiply(h, s.q, s.k, D, call.dim, s.turned, P);
+        multiply(h, s.q, s.k, D, call.dim, s.transposed, P);
         sum_rows(n, columns, P, in);
         add_weighted(n, columns, s[ONES], P, out);
         add_rest(n, in, s[QUERY], total(m, s[KEY]));
@@ -136,9 +138,9 @@ template <class T> struct Short {
         h.write_result(0, n, s.rows, E);
     }
 
-    // With W_ij the gradient of P_ij by way of the result, all of it is
+    // With W_ij the gradient of P_ij through the result, the whole gradient is
     //     dP_ij = W_ij + dI_i + dO_j + dÎ_i/O_j + dÔ_j/I_i
-    // and, if renormalised, dω_i c_j.
+    // plus dω_i c_j if renormalised.
     void backward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
         const Space s(D, E, space);
@@ -147,27 +149,27 @@ template <class T> struct Short {
         load_features(h, s);
         h.grads(0, n, s[FACTOR], s.rows);
         h.values(0, m, s.values);
-        multiply(h, s.rows, s.values, E, call.value_dim, s.turned, W);
-        A *taken = s[TAKEN], *given = s[FACTOR];  // α dα and c dc
-        row_dots(n, columns, P, W, taken);
+        multiply(h, s.rows, s.values, E, call.value_dim, s.transposed, W);
+        A *alpha_dalpha = s[ALPHA_DALPHA], *c_dc = s[FACTOR];
+        row_dots(n, columns, P, W, alpha_dalpha);
         for (int64_t c = 0; c < columns; c += LANES<A>) {
             Vector<A> sum = {};
             for (int64_t i = 0; i < n; i++) sum += load(P + i * columns + c) * load(W + i * columns + c);
-            store(given + c, sum);
+            store(c_dc + c, sum);
         }
         product<A, true, false>(m, E, n, P, columns, s.rows, E, s.values, E);
         h.write_grad_value(0, m, s.values, E);
 
-        const A allocation = h.grad_allocation(0, n, taken, grad_in);  // Σ dÎ
-        A grad_tau = 0, grad_gamma = call.powers ? h.grad_gamma(0, n, taken) : A(0);
+        const A allocation = h.grad_allocation(0, n, alpha_dalpha, grad_in);  // Σ dÎ
+        A grad_tau = 0, grad_gamma = call.powers ? h.grad_gamma(0, n, alpha_dalpha) : A(0);
         A *norm = s[NORM], *weights = s[COMPETITION], norms = 0;  // dω, c and Σ dω
         if (call.renormalize) {
-            norms = h.grad_norm(0, n, taken, norm);
+            norms = h.grad_norm(0, n, alpha_dalpha, norm);
             std::copy_n(h.competition, m, weights);
-            add_through_norm(n, columns, P, s, norms, given);
+            add_through_norm(n, columns, P, s, norms, c_dc);
             add_outer(n, columns, norm, weights, W);
         }
-        h.grad_competition(0, m, given, total(m, given), grad_out);
+        h.grad_competition(0, m, c_dc, total(m, c_dc), grad_out);
         if (h.needs_flow()) {
             std::copy_n(h.inverse_incoming, n, in);
             conserved_outgoing(h, s, in, out);
@@ -185,11 +187,11 @@ template <class T> struct Short {
         dots(n, columns, P, grad_out, in);
         for (int64_t i = 0; i < n; i++) {
             const A inverse = h.inverse_incoming[i];
-            in[i] = -(taken[i] + (in[i] + eps * s[QUERY][i] * competition) * inverse) * inverse;
+            in[i] = -(alpha_dalpha[i] + (in[i] + eps * s[QUERY][i] * competition) * inverse) * inverse;
         }
         const A all_in = total(n, in), all_out = total(m, out);
 
-        A* inverse_outgoing = given;
+        A* inverse_outgoing = c_dc;
         std::copy_n(h.inverse_outgoing, m, inverse_outgoing);
         for (int64_t i = 0; i < n; i++)
             for (int64_t c = 0; c < columns; c += LANES<A>) {

@@ -1,9 +1,9 @@
-// Threads that take tasks from a counter. The caller takes tasks as well and waits only for those that have begun: a
-// helper that the system does not run holds up nothing. OpenMP waits for every thread of a team, and hangs after a
-// fork.
+// A thread pool. Threads take tasks from an atomic counter. The caller also takes tasks, and at the end waits only for
+// helpers that have started: a helper that the system does not schedule delays nobody. OpenMP is not used because it
+// waits for every thread of a team, and hangs after a fork.
 //
-// To wake a thread takes tens of microseconds, as long as a short call. Threads therefore look for a while whether what
-// they wait for happens before they sleep: the caller at the end, and helpers where calls follow each other closely.
+// Waking a thread takes tens of microseconds, as long as a short call. Threads therefore spin for PATIENCE before they
+// sleep: the caller while it waits for helpers, and helpers if the last call came soon after the one before.
 #pragma once
 
 #include <immintrin.h>
@@ -19,7 +19,8 @@
 
 class Pool {
   public:
-    // task(index, worker) for each index below count, on at most `threads` workers, which take `grain` at a time
+    // Run task(index, worker) for each index below `count`, on at most `threads` workers that take `grain` indices at a
+    // time. Runs on the calling thread alone if another call uses the pool.
     template <class Task> static void run(int64_t count, int threads, const Task& task, int64_t grain = 1) {
         Pool& pool = current();
         std::unique_lock<std::mutex> turn(pool.turn, std::defer_lock);
@@ -37,7 +38,7 @@ class Pool {
         const void* task;
         int64_t count, grain;
         std::atomic<int64_t> next{0};
-        std::atomic<int> working{0};  // helpers that have begun
+        std::atomic<int> working{0};  // helpers that have started and are not done
 
         void work(int worker) {
             for (int64_t i; (i = next.fetch_add(grain)) < count;)
@@ -45,17 +46,17 @@ class Pool {
         }
     };
 
-    std::mutex turn;  // of one caller at a time; another one computes alone
+    std::mutex turn;  // held by the call that uses the helpers
     std::mutex mutex;
     std::condition_variable wake, idle;
     Job* job = nullptr;
-    std::atomic<int> seats{0};  // for helpers that have not begun
+    std::atomic<int> seats{0};  // helpers that may still join the job
     int helpers = 0;
 
     using Clock = std::chrono::steady_clock;
     static constexpr std::chrono::microseconds PATIENCE{100};
 
-    // returns when it is so, or when that takes long
+    // Spin until the condition holds, at most for PATIENCE
     template <class Condition> static void await(Condition is_so) {
         for (const auto stop = Clock::now() + PATIENCE; !is_so() && Clock::now() < stop;) _mm_pause();
     }
@@ -66,7 +67,7 @@ class Pool {
     }
 
     static Pool& current() {
-        // a forked child has none of the threads, and locks in any state
+        // a forked child has no helpers, and its copies of the locks may be held: give it a new pool
         static const bool ready = [] {
             instance() = new Pool;
             pthread_atfork(nullptr, nullptr, [] { instance() = new Pool; });
@@ -82,7 +83,7 @@ class Pool {
             std::lock_guard<std::mutex> lock(mutex);
             try {
                 for (; helpers < threads - 1; helpers++) std::thread(&Pool::help, this).detach();
-            } catch (const std::system_error&) {  // no more threads for this process: those that there are will do
+            } catch (const std::system_error&) {  // thread limit of the process reached: use the threads there are
             }
             job = &mine;
             seats = threads - 1 < count - 1 ? threads - 1 : int(count - 1);

@@ -1,4 +1,4 @@
-// Vectors, what is computed with them, and how numbers of each dtype are read and written.
+// Vector types, elementwise functions, and loads and stores for each dtype.
 #pragma once
 
 #include <cmath>
@@ -17,9 +17,9 @@ template <> struct VectorOf<float> {
     typedef FloatVector type;
     typedef int32_t bits __attribute__((vector_size(VECTOR_BYTES)));
     static constexpr int mantissa = 23, bias = 127;
-    static constexpr float lowest = -88.0f, highest = 89.0f;  // whose exp has the exponent of 0 and of infinity
+    static constexpr float lowest = -88.0f, highest = 89.0f;  // arguments whose exp is 0 and infinity
     static constexpr float ln2_high = 0.693145751953125f, ln2_low = 1.428606820309417e-06f;
-    static constexpr int terms = 7;  // of the series of exp
+    static constexpr int terms = 7;  // degree of the Taylor polynomial of exp
 };
 template <> struct VectorOf<double> {
     typedef DoubleVector type;
@@ -33,7 +33,7 @@ template <class A> using Vector = typename VectorOf<A>::type;
 template <class A> using Bits = typename VectorOf<A>::bits;
 template <class A> constexpr int LANES = VECTOR_BYTES / sizeof(A);
 
-template <class A> constexpr int LINE = 64 / sizeof(A);  // numbers of a cache line, to which memory is laid out
+template <class A> constexpr int LINE = 64 / sizeof(A);  // numbers in a cache line, the alignment of all buffers
 
 inline int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -47,11 +47,11 @@ template <class A> inline Vector<A> load(const A* p) {
 
 template <class A> inline void store(A* p, Vector<A> x) { std::memcpy(p, &x, sizeof x); }
 
-// the second where either is NaN
+// y if either is NaN
 template <class X> inline X larger(X x, X y) { return x > y ? x : y; }
 template <class X> inline X smaller(X x, X y) { return x < y ? x : y; }
 
-// 1/i!, the coefficients of exp
+// 1/i!, the Taylor coefficients of exp
 template <class A> struct Series {
     A of[VectorOf<A>::terms + 1] = {1};
     constexpr Series() {
@@ -88,7 +88,7 @@ template <class T> using Sum = typename SumOf<T>::type;  // the dtype of sums of
 
 template <class A> struct WideOf { typedef double type; };
 template <> struct WideOf<double> { typedef long double type; };
-template <class A> using Wide = typename WideOf<A>::type;  // of more digits
+template <class A> using Wide = typename WideOf<A>::type;  // a more precise dtype, for long sums of scalars
 
 inline Vector<float> widened(HalfVector x) { return (Vector<float>)(__builtin_convertvector(x, Bits<float>) << 16); }
 inline HalfVector narrowed(Vector<float> x) {
@@ -113,13 +113,13 @@ inline void write(bfloat16* p, Vector<float> x) {
     std::memcpy(p, &half, sizeof half);
 }
 
-// the last vector of a row: `size` numbers, fewer than fit
+// the last vector of a row, of `size` numbers, fewer than a whole vector
 template <class A> inline Vector<A> read_some(const A* p, int64_t size) { return load_some(p, int(size)); }
 template <class A> inline void write_some(A* p, Vector<A> x, int64_t size) { store_some(p, x, int(size)); }
 inline Vector<float> read_some(const bfloat16* p, int64_t size) { return widened(load_some(&p->bits, int(size))); }
 inline void write_some(bfloat16* p, Vector<float> x, int64_t size) { store_some(&p->bits, narrowed(x), int(size)); }
 
-// f(column, vector) of each vector of a row; the last is filled up with zeros
+// Call f(column, vector) for each vector of a row; the last one is padded with zeros
 template <class T, class F> inline void for_row(const T* row, int64_t size, F f) {
     constexpr int64_t lanes = LANES<Sum<T>>;
     int64_t c = 0;
@@ -127,7 +127,7 @@ template <class T, class F> inline void for_row(const T* row, int64_t size, F f)
     if (c < size) f(c, read_some(row + c, size - c));
 }
 
-// writes f(column) to each vector of a row
+// Write f(column) to each vector of a row
 template <class T, class F> inline void write_row(T* row, int64_t size, F f) {
     constexpr int64_t lanes = LANES<Sum<T>>;
     int64_t c = 0;

@@ -1,1 +1,1 @@
-"""Flow-Attention in plain torch: linear in time and memory, on any device, also in exported graphs."""
+"""Flow-Attention in plain torch: linear in time and memory, on any device, and in exported graphs."""

@@ -1,7 +1,7 @@
 """Bidirectional Flow-Attention, forward and backward, linear in time and memory.
 
-The sums are those of `reference.py`. The backward pass is written by hand: autograd would keep a dozen tensors of the
-size of the input.
+The sums are those of `reference.py`. The backward pass is written by hand, since autograd would save a dozen tensors of
+the size of the input.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); G heads of a block, N sinks, M sources, D
 features, E values.
@@ -28,7 +28,7 @@ MIN_BLOCKS = 4
 class Flows(NamedTuple):
     """What the forward pass saves for the backward pass: a few numbers per token, and the sums of each head.
 
-    Of all heads (B, H, ...), or of a block of them (G, ...).
+    The shapes are for a block of heads; those of all heads are (B, H, ...).
     """
 
     inverse_incoming: Tensor  # 1/I, (G, N)
@@ -70,8 +70,10 @@ def backward(
 
 
 def graph(query: Tensor, key: Tensor, value: Tensor, masks: Masks, options: Options) -> Tensor:
-    """`forward` as one graph of plain operators without loops: for export at any length, and for autograd of variants
-    that have no operator."""
+    """`forward` in plain torch operators, differentiable by autograd.
+
+    For variants without a registered operator, and for export, as one graph without loops for any length.
+    """
     block, query, key, value, options = one_block(query, key, value, options)
     inputs, heads = block.inputs(query, key, value), max(query.shape[1], 1)
     flat, _ = _block_forward(*inputs, block.masks(masks), options, heads=heads)
@@ -98,7 +100,7 @@ class _Scratch:
 
 
 def _no_scratch(index: int, *shape: int) -> Tensor | None:
-    """For a graph, whose compiler plans memory itself."""
+    """No buffer: in a graph, the compiler plans the memory."""
     return None
 
 
@@ -120,11 +122,13 @@ def _block_forward(
     out: Tensor | None = None,
     heads: int = 1,
 ) -> tuple[Tensor, Flows]:
-    """R, (G, N, E), written to `out` if given, else in the dtype of the sums.
+    """The result R (G, N, E), written to `out` if given, else in the dtype of the sums; and the flows.
+
+    `_block_backward` does not support powers, `renormalize` and `competitors="heads"`: these are for autograd.
 
     Args:
-        options: with powers (2, G), which `_block_backward` does not support, nor a variant with `renormalize`.
-        heads: of each sequence; needed where heads compete, which it does not support either.
+        options: powers have the shape (2, G).
+        heads: heads per sequence, for `competitors="heads"`.
     """
     (query_mask, key_mask), (_, variant, powers) = masks, options
     q = features(query, query_mask, options, scratch(0, *query.shape))
@@ -159,7 +163,7 @@ def _block_forward(
 
     competing = torch.mul(valid_values(value, key_mask), competition[..., None], out=scratch(2, *value.shape))
     memory = k.mT @ competing
-    # matrix products go to scratch, which is in cache; only the last step writes to `out`, which is not
+    # matrix products are written to scratch, which is in cache; `out` is not, and only the last step writes to it
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
     received = allocation * inverse_incoming
     if variant.renormalize:
@@ -180,7 +184,7 @@ def _block_backward(
     scratch: _Scratch,
     out: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, written to those of `out` that are given."""
+    """The gradients of query, key and value, each written to its tensor in `out` unless that is None."""
     (query_mask, key_mask), variant = masks, options.variant
     q = features(query, query_mask, options, scratch(0, *query.shape))
     k = features(key, key_mask, options, scratch(1, *key.shape))
@@ -192,62 +196,62 @@ def _block_backward(
     received_grad = torch.mul(valid_values(grad, query_mask), received, out=scratch(2, *grad.shape))
     grad_q = torch.bmm(received_grad, f.memory.mT, out=scratch(3, *q.shape))
     grad_memory = q.mT @ received_grad
-    taken = torch.mul(q, grad_q, out=scratch(4, *q.shape)).sum(-1)  # ⟨dR, R⟩, which is α dα
+    alpha_dalpha = torch.mul(q, grad_q, out=scratch(4, *q.shape)).sum(-1)  # ⟨dR, R⟩, which is α dα
     competing = torch.mul(valid_values(value, key_mask), f.competition[..., None], out=scratch(2, *value.shape))
     grad_value = torch.bmm(k, grad_memory, out=scratch(4, *value.shape))  # still without c
-    given = torch.mul(grad_value, competing, out=scratch(5, *value.shape)).sum(-1)  # c dc
+    c_dc = torch.mul(grad_value, competing, out=scratch(5, *value.shape)).sum(-1)
     grad_value = torch.mul(grad_value, f.competition[..., None], out=out[2])
     grad_k = torch.bmm(competing, grad_memory.mT, out=scratch(5, *k.shape))
-    grad_conserved_incoming = _allocation_gradient(taken, f.allocation, n, m, variant)
-    grad_conserved_outgoing = _competition_gradient(given, f.competition, m, variant)
+    grad_conserved_incoming = _allocation_gradient(alpha_dalpha, f.allocation, n, m, variant)
+    grad_conserved_outgoing = _competition_gradient(c_dc, f.competition, m, variant)
     if variant.clamp is not None:
         outside = _flow(k, conserved_query_sum, variant).abs() > variant.clamp
         grad_conserved_outgoing = grad_conserved_outgoing.masked_fill(outside, 0)
 
-    # the conserved flows, then the flows they were made of
+    # through the conserved flows, then through the flows that they are computed from
     grad_conserved_key_sum = _weighted_sum(grad_conserved_incoming, q, eps)
     grad_conserved_query_sum = _weighted_sum(grad_conserved_outgoing, k, eps)
     grad_outgoing = -_dot(k, grad_conserved_key_sum) * f.inverse_outgoing * f.inverse_outgoing
-    grad_incoming = -(taken + _dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
+    grad_incoming = -(alpha_dalpha + _dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
     grad_query_sum = _weighted_sum(grad_outgoing, k, eps)
     grad_key_sum = _weighted_sum(grad_incoming, q, eps)
 
     _add_outer(
         grad_q,
-        [grad_conserved_incoming, f.inverse_incoming, grad_incoming, torch.ones_like(taken)],
+        [grad_conserved_incoming, f.inverse_incoming, grad_incoming, torch.ones_like(alpha_dalpha)],
         [conserved_key_sum + eps, grad_conserved_query_sum, key_sum + eps, grad_query_sum],
     )
     _add_outer(
         grad_k,
-        [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(given)],
+        [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(c_dc)],
         [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum],
     )
     grad_query = feature_gradient(grad_q, q, options, out[0])
     return grad_query, feature_gradient(grad_k, k, options, out[1]), grad_value
 
 
-def _competition_gradient(given: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:
+def _competition_gradient(c_dc: Tensor, competition: Tensor, m: Tensor | int, variant: FlowVariant) -> Tensor:
     """dÔ before the clamp, from c dc."""
     match variant.competition:
         case "softmax":
-            return _softmax_gradient(given, competition, m if variant.rescale else 1)
+            return _softmax_gradient(c_dc, competition, m if variant.rescale else 1)
         case "sigmoid":
-            return given * (1 - competition)
+            return c_dc * (1 - competition)
         case "none":
-            return torch.zeros_like(given)
+            return torch.zeros_like(c_dc)
 
 
 def _allocation_gradient(
-    taken: Tensor, allocation: Tensor, n: Tensor | int, m: Tensor | int, variant: FlowVariant
+    alpha_dalpha: Tensor, allocation: Tensor, n: Tensor | int, m: Tensor | int, variant: FlowVariant
 ) -> Tensor:
     """dÎ, from α dα."""
     match variant.allocation:
         case "sigmoid":
-            return taken * (1 - allocation) * _length_ratio(n, m, variant)
+            return alpha_dalpha * (1 - allocation) * _length_ratio(n, m, variant)
         case "softmax":
-            return _softmax_gradient(taken, allocation, n if variant.rescale else 1)
+            return _softmax_gradient(alpha_dalpha, allocation, n if variant.rescale else 1)
         case "none":
-            return torch.zeros_like(taken)
+            return torch.zeros_like(alpha_dalpha)
 
 
 def _softmax(flow: Tensor, mask: Mask, factor: Tensor | int) -> Tensor:
@@ -262,7 +266,7 @@ def _softmax_gradient(weighted: Tensor, share: Tensor, factor: Tensor | int) -> 
 
 
 def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
-    """(x + ε)·(total + ε) + ε', without ever storing x + ε."""
+    """(x + ε)·(total + ε) + ε', without storing x + ε."""
     total = total + variant.eps
     flow = _dot(x, total).add_(total.sum(-1, keepdim=True), alpha=variant.eps)
     return flow.add_(variant.flow_eps) if variant.flow_eps else flow

@@ -1,6 +1,6 @@
-"""Causal Flow-Attention: walks over segments of tokens with the state between them, forward and backward.
+"""Causal Flow-Attention: processes segments of tokens in order, with the state between them, forward and backward.
 
-Only the state before each segment is saved for the backward pass, which computes the flows of a segment again.
+Only the state before each segment is saved for the backward pass, which recomputes the flows of a segment.
 
 Shapes: query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, E), mask (B, N) bool, True = takes part; G heads of
 a block, T chunks of a segment, C tokens of a chunk. The three tensors of a state are those of `FlowState`.
@@ -29,7 +29,7 @@ SEGMENT = 1024  # tokens between two states that are saved for the backward pass
 def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, options: Options
 ) -> tuple[Tensor, State, State]:
-    """The result, the state after the last token, and the states before each segment and after the last,
+    """The result, the state after the last token, and the states before each segment and after the last one,
     (segments + 1, B, H, ...)."""
     result = empty_result(query, value.shape[-1])
     end = tuple(torch.empty_like(part) for part in state)
@@ -41,7 +41,7 @@ def forward(
                 block.write_sinks(kept[index], part)
             q, k, v, valid = segment.inputs(block, query, key, value, mask, options)
             if query.shape[2] == 1:
-                # here, since few callers pay for it
+                # imported here, since only decoding needs it
                 from . import decode
 
                 token = None if valid is None else valid[:, 0, 0]
@@ -67,7 +67,12 @@ def backward(
     starts: State,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, State]:
-    """The gradients of query, key and value, and that of the state before the first token."""
+    """The gradients of query, key, value and the state before the first token.
+
+    Args:
+        grad, grad_end: the gradients of the result and of the state after the last token.
+        starts: the states before each segment, from `forward`.
+    """
     grad_query, grad_key, grad_value = empty_gradients(query, key, value)
     grad_start = tuple(torch.empty_like(part) for part in grad_end)
     for block in head_blocks(query, key, value, min(query.shape[2], SEGMENT), MIN_BLOCKS):
@@ -90,8 +95,10 @@ def backward(
 def graph(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, state: State, options: Options
 ) -> tuple[Tensor, State]:
-    """`forward` of plain operators: for export, as one graph without loops for any length, and for autograd of variants
-    that have no operator."""
+    """`forward` in plain torch operators, differentiable by autograd.
+
+    For variants without a registered operator, and for export, as one graph without loops for any length.
+    """
     block, query, key, value, options = one_block(query, key, value, options)
     sums, memory, scalars = (block.sinks(part) for part in state)
     # a count has no gradient
@@ -99,7 +106,7 @@ def graph(
     results = []
     if query.shape[2] == 0:
         q, k, v = block.inputs(query, key, value)
-        results.append(q @ (k.mT @ v))  # nothing, but differentiable
+        results.append(q @ (k.mT @ v))  # an empty result that is part of the autograd graph
     whole = Segment.of(slice(None), query.shape[2], CHUNK)
     for segment in [whole] if is_exporting() else _segments(query):
         q, k, v, valid = segment.inputs(block, query, key, value, mask, options)
@@ -119,23 +126,23 @@ def graph(
 
 
 def empty_starts(query: Tensor, state: State) -> State:
-    # one more, for the state after the last: a size of one would be compiled as a special case
+    # one more, for the state after the last segment: torch.compile would specialise on a size of one
     count = (query.shape[2] + SEGMENT - 1) // SEGMENT + 1
     return tuple(part.new_empty(count, *part.shape) for part in state)
 
 
 class Segment(NamedTuple):
-    """Tokens that are computed at once, in `chunks` of `chunk`, the last one filled up with masked tokens."""
+    """Tokens that are processed at once, in chunks; the last chunk is padded with masked tokens."""
 
     tokens: slice
-    length: int
-    chunk: int
-    chunks: int
+    length: int  # number of tokens
+    chunk: int  # tokens per chunk
+    chunks: int  # number of chunks
 
     @classmethod
     def of(cls, tokens: slice, length: int, chunk: int) -> Segment:
-        # an exported graph must serve any length: one masked chunk more makes at least two, since export would
-        # specialise on a single one
+        # an exported graph must support any length, but export specialises on a single chunk: add a masked chunk, so
+        # that there are at least two
         return cls(tokens, length, chunk, (length + chunk - 1) // chunk + int(is_exporting()))
 
     @property
@@ -162,7 +169,7 @@ class Segment(NamedTuple):
         return None if mask is None else block.mask(mask[:, self.tokens])
 
     def position(self, valid: Mask, state: State) -> Tensor:
-        """D, how many tokens there are up to and including this one, (G, T, C)."""
+        """D, the number of valid tokens up to and including each token, (G, T, C)."""
         count = state[2][:, 0]
         if valid is None:
             tokens = torch.arange(1, self.length + 1, dtype=count.dtype, device=count.device)

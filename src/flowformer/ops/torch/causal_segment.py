@@ -1,8 +1,8 @@
 """Causal Flow-Attention of one block of heads over one segment of tokens, forward and backward.
 
-A segment is cut into T chunks of C tokens. Inside a chunk, flows come from a C × C product, P = q kᵀ; all that came
-before the chunk enters as a sum. There are three dependent levels: Σk and Σq give the flows I and O, these give Σk/O
-and Σq/I, and these the competition and the memory S.
+A segment is cut into T chunks of C tokens. Inside a chunk, flows come from a C × C product, P = q kᵀ; earlier chunks
+enter as sums. There are three levels, each computed from the previous one: Σk and Σq with the flows I and O; Σk/O and
+Σq/I with the conserved flows; competition, allocation and the memory S.
 
 Shapes: G heads of the block, T chunks, C tokens of a chunk, D features, E values. `state` is that of `reference.py`,
 one row a head: sums (G, 4, D), memory (G, D, E), scalars (G, 3).
@@ -30,7 +30,7 @@ class SegmentInputs(NamedTuple):
 
 
 class SegmentFlows(NamedTuple):
-    """Everything the forward pass computes but the result; the backward pass computes it again."""
+    """Everything that the forward pass computes except the result; the backward pass recomputes it."""
 
     lower: Tensor  # P where the source is not after the sink, (G, T, C, C)
     upper: Tensor  # P where the sink is not after the source, (G, T, C, C)
@@ -42,10 +42,10 @@ class SegmentFlows(NamedTuple):
     conserved_outgoing: Tensor  # Ô before the clamp
     competition: Tensor  # c, 0 where masked
     allocation: Tensor  # α, 0 where masked
-    log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), the first entry is the state's
-    log_incoming: Tensor | None  # the running log Σ exp(Î)
+    log_outgoing: Tensor | None  # the running log Σ exp(Ô), (G, 1 + T·C), from the state's on; None without softmax
+    log_incoming: Tensor | None  # the running log Σ exp(Î), likewise
     received: Tensor  # α/I, or with `renormalize` α/⟨q, Σ c k⟩
-    tokens: Tensor  # how many there are after the segment, (G,)
+    tokens: Tensor  # the count of tokens after the segment, (G,)
 
 
 def _flows(inputs: SegmentInputs, state: State, options: Options) -> SegmentFlows:
@@ -117,7 +117,7 @@ def _flows(inputs: SegmentInputs, state: State, options: Options) -> SegmentFlow
 
 
 def forward(inputs: SegmentInputs, state: State, options: Options) -> tuple[Tensor, State]:
-    """R, (G, T, C, E), and the state after the segment; powers (2, G) are for plain autograd, not for `backward`."""
+    """The result R (G, T, C, E), and the state after the segment. `backward` does not support powers (2, G)."""
     s = _flows(inputs, state, options)
     result = inputs.q @ s.memory[:, :-1] + (s.lower * s.competition[..., None, :]) @ inputs.v
     result *= (s.received / inputs.position)[..., None]
@@ -131,31 +131,36 @@ def forward(inputs: SegmentInputs, state: State, options: Options) -> tuple[Tens
 def backward(
     grad: Tensor, inputs: SegmentInputs, state: State, grad_state: State, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, State]:
-    """The gradients of q, k (as features) and v, and of the state before the segment, from those of R and after it."""
+    """The gradients of the features q and k, of v, and of the state before the segment.
+
+    Args:
+        grad: the gradient of R.
+        grad_state: the gradient of the state after the segment.
+    """
     q, k, v, position, valid = inputs
     variant, s = options.variant, _flows(inputs, state, options)
     eps, before = variant.eps, s.sums[:, :-1, :, None]  # (G, T, 4, 1, D)
     inverse_in, inverse_out = s.inverse_incoming, s.inverse_outgoing
     received = s.received / position
 
-    # R = α/(I D) · q S, where S holds the chunks before and, by P, the tokens of this one
+    # R = α/(I D) · (q S + P c V), where S sums the earlier chunks, and P is `lower`
     grad_memory = _after((q * received[..., None]).mT @ grad, grad_state[1])
     grad_qs = grad @ s.memory[:, :-1].mT  # (G, T, C, D)
-    kept = k @ grad_memory[:, 1:]  # (G, T, C, E)
+    grad_v_later = k @ grad_memory[:, 1:]  # (G, T, C, E)
     grad_products = grad @ v.mT
     shared = s.lower * grad_products
-    taken = (shared * s.competition[..., None, :]).sum(-1) + (q * grad_qs).sum(-1)  # ⟨dR, q S⟩
-    grad_competition = (shared * received[..., None]).sum(-2) + (kept * v).sum(-1)
+    grad_received = (shared * s.competition[..., None, :]).sum(-1) + (q * grad_qs).sum(-1)  # ⟨dR, q S⟩
+    grad_competition = (shared * received[..., None]).sum(-2) + (grad_v_later * v).sum(-1)
     weights = received[..., None] * s.competition[..., None, :]
-    grad_v = (s.lower * weights).mT @ grad + kept * s.competition[..., None]
+    grad_v = (s.lower * weights).mT @ grad + grad_v_later * s.competition[..., None]
     grad_products *= weights
-    del shared, kept, weights  # each as large as an input
+    del shared, grad_v_later, weights  # frees memory: each is as large as an input
 
     grad_outgoing, grad_log_outgoing = _competition_gradient(grad_competition, s, valid, state, grad_state, variant)
-    grad_allocation = taken * inverse_in / position
+    grad_allocation = grad_received * inverse_in / position
     grad_incoming, grad_log_incoming = _allocation_gradient(grad_allocation, s, valid, state, grad_state, variant)
 
-    # Î and Ô, divided by D; then 1/O and 1/I, and through them O and I, divided by D
+    # through Î and Ô to 1/O and 1/I, then through O and I; every flow is divided by D
     conserved_in, conserved_out = grad_incoming / position, grad_outgoing / position
     after_conserved_key = _after((q * conserved_in[..., None]).sum(-2), grad_state[0][:, 2])
     after_conserved_query = _after((k * conserved_out[..., None]).sum(-2), grad_state[0][:, 3])
@@ -165,7 +170,7 @@ def backward(
     grad_inverse_in = (s.upper * conserved_out[..., None, :]).sum(-1)
     grad_inverse_in += (q * (after_conserved_query[:, 1:, None] + rest_out[..., None])).sum(-1)
     flow_out = -grad_inverse_out * inverse_out * inverse_out / position
-    flow_in = -(received * taken + grad_inverse_in * inverse_in) * inverse_in / position
+    flow_in = -(received * grad_received + grad_inverse_in * inverse_in) * inverse_in / position
     after_key = _after((q * flow_in[..., None]).sum(-2), grad_state[0][:, 0])
     after_query = _after((k * flow_out[..., None]).sum(-2), grad_state[0][:, 1])
 
@@ -202,7 +207,7 @@ def backward(
 def _competition_gradient(
     grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of Ô, and of the logarithm in the state before the segment."""
+    """The gradients of Ô, and of log Σ exp(Ô) in the state before the segment."""
     grad_end = grad_state[2][:, 1]
     flow = s.conserved_outgoing
     match variant.competition:
@@ -224,7 +229,7 @@ def _competition_gradient(
 def _allocation_gradient(
     grad: Tensor, s: SegmentFlows, valid: Mask, state: State, grad_state: State, variant: FlowVariant
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of Î, and of the logarithm in the state before the segment."""
+    """The gradients of Î, and of log Σ exp(Î) in the state before the segment."""
     grad_end = grad_state[2][:, 2]
     match variant.allocation:
         case "sigmoid":
@@ -240,8 +245,8 @@ def _allocation_gradient(
 def _running_softmax(
     flow: Tensor, valid: Mask, start: Tensor, count: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """D · exp(flow) / Σ exp(flow) over the past, (G, T, C), and the logarithm of that sum, (G, 1 + T·C)."""
-    # finite before the first token, so that no difference of logarithms is NaN
+    """D · exp(flow) / Σ exp(flow), Σ up to each token, (G, T, C), and the running log Σ exp(flow), (G, 1 + T·C)."""
+    # the logarithm of an empty sum is finite, so that no difference of logarithms is NaN
     lowest = torch.finfo(flow.dtype).min
     if valid is not None:
         flow = flow.masked_fill(~valid, lowest)
@@ -263,12 +268,18 @@ def _running_softmax_gradient(
     total: Tensor,
     grad_end: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the flow and of the first logarithm, from those of the shares and of the last logarithm."""
-    assert log_sum is not None  # `_flows` keeps it for every softmax
+    """The gradients of the flow and of the first logarithm.
+
+    Args:
+        grad, grad_end: the gradients of the shares and of the last logarithm.
+        count, total: the count of tokens before and after the segment.
+    """
+    assert log_sum is not None  # `_flows` returns it for every softmax
     weight = (share * grad).flatten(1)
     grad_log = torch.cat([torch.zeros_like(weight[:, :1]), -weight], -1)
     grad_log[:, -1] += torch.where(total > 0, grad_end, 0)
-    # Σ over later L of dL·exp(flow − L), in logarithms since exp(−L) may overflow; positive and negative dL apart
+    # Σ over later L of dL·exp(flow − L): by logarithms, since exp(−L) may overflow, and therefore separately for
+    # positive and negative dL
     rising, falling = (
         (part.clamp_min(0).log() - log_sum).flip(-1).logcumsumexp(-1).flip(-1) for part in (grad_log, -grad_log)
     )
@@ -283,10 +294,10 @@ def _running_softmax_gradient(
 
 
 def _running_log_sum(start: Tensor, flow: Tensor) -> Tensor:
-    """log(exp(start) + Σ exp(flow)) up to each token, (G, T, C), by pairs of tokens, then pairs of chunks.
+    """log(exp(start) + Σ exp(flow)), Σ up to each token, (G, T, C): first inside the chunks, then over the chunks.
 
-    Only for exported graphs: logcumsumexp is lowered to a form scaled by the overall maximum, which loses small early
-    entries.
+    Only for exported graphs, where logcumsumexp is lowered to a form scaled by the overall maximum, which loses small
+    early entries.
     """
     inside = _log_sum_of_pairs(flow)
     before = _log_sum_of_pairs(torch.cat([start[:, None], inside[..., -1]], 1))[:, :-1]
@@ -294,7 +305,7 @@ def _running_log_sum(start: Tensor, flow: Tensor) -> Tensor:
 
 
 def _log_sum_of_pairs(x: Tensor) -> Tensor:
-    """log Σ exp(x) up to each entry of the last axis."""
+    """log Σ exp(x) up to each entry of the last axis, by a triangular matrix of all pairs of entries."""
     later = x.new_ones(x.shape[-1], x.shape[-1], dtype=torch.bool).triu(1)
     return x[..., None, :].masked_fill(later, torch.finfo(x.dtype).min).logsumexp(-1)
 
@@ -311,19 +322,19 @@ def _running_back(x: Tensor) -> Tensor:
 
 
 def _before(x: Tensor, start: Tensor) -> Tensor:
-    """start (G, ...) plus the sum of the chunks x (G, T, ...) before each and after the last, (G, T + 1, ...)."""
+    """start (G, ...) plus the sum of the chunks x (G, T, ...) before each chunk and after the last, (G, T + 1, ...)."""
     return _sum_chunks(torch.cat([start[:, None], x], 1), torch.Tensor.tril)
 
 
 def _after(x: Tensor, end: Tensor) -> Tensor:
-    """The sum of the chunks x (G, T, ...) from each on, plus end (G, ...), which stands last, (G, T + 1, ...)."""
+    """end (G, ...) plus the sum of the chunks x (G, T, ...) from each chunk on, and end itself, (G, T + 1, ...)."""
     return _sum_chunks(torch.cat([x, end[:, None]], 1), torch.Tensor.triu)
 
 
 def _sum_chunks(x: Tensor, triangle: Callable[[Tensor], Tensor]) -> Tensor:
     if is_exporting():
         return x.cumsum(1)
-    # chunks are few: a product with a triangle of ones is four times faster than cumsum along a strided axis
+    # there are few chunks: a product with a triangle of ones is four times as fast as cumsum along a strided axis
     ones = x.new_ones(x.shape[1], x.shape[1])
     return (triangle(ones) @ x.flatten(2)).view(x.shape)
 

@@ -13,7 +13,12 @@ from .gates import competing_flow, gate, split_powers
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, options: Options) -> tuple[Tensor, State]:
-    """R, (G, E), and the state after the token; q, k (G, D) are features, 0 where valid (G,) is False."""
+    """The result R (G, E) and the state after the token.
+
+    Args:
+        q, k: features (G, D), 0 where `valid` (G,) is False.
+        v: (G, E).
+    """
     variant, (sums, memory, scalars) = options.variant, state
     count, log_outgoing, log_incoming = scalars.unbind(-1)
     tokens = count + (1 if valid is None else valid)
@@ -60,8 +65,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, valid: Mask, state: State, options: Op
 
 
 def _share(flow: Tensor, log_sum: Tensor, count: Tensor, valid: Mask) -> tuple[Tensor, Tensor]:
-    """exp(flow) / Σ exp(flow) up to this token, and the logarithm of that sum, which a masked token leaves as it is."""
-    # a state without tokens may hold any logarithm
+    """exp(flow) / Σ exp(flow), Σ up to this token, and log Σ exp(flow), which a masked token does not change."""
+    # the logarithms of an empty state are ignored
     log_sum = torch.where(count > 0, log_sum, -torch.inf)
     total = torch.logaddexp(log_sum, flow)
     return (flow - total).exp(), total if valid is None else torch.where(valid, total, log_sum)

@@ -28,7 +28,7 @@ def features(x: Tensor, mask: Mask, options: Options, out: Tensor | None = None)
 
 
 def feature_gradient(grad: Tensor, feature: Tensor, options: Options, out: Tensor | None = None) -> Tensor:
-    """The gradient of x from that of φ(scale·x), written to `out` if given.
+    """The gradient of x from the gradient of φ(scale·x), written to `out` if given.
 
     Each derivative is a function of φ, and 0 where φ was masked to 0.
     """

@@ -1,4 +1,4 @@
-"""What competition and allocation are made of, apart from the softmax over tokens."""
+"""Elementwise functions of competition and allocation: clamp, sigmoid and powers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..variant import FlowVariant
 
 
 def competing_flow(flow: Tensor, variant: FlowVariant, tau: Tensor | None = None) -> Tensor:
-    """τ Ô with Ô clamped, by which sources compete."""
+    """τ Ô after the clamp: the logits of the competition."""
     if variant.clamp is not None:
         flow = flow.clamp(-variant.clamp, variant.clamp)
     return flow if tau is None else flow * tau
 
 
 def gate(flow: Tensor, kind: str, gamma: Tensor | None = None) -> Tensor:
-    """sigmoid(flow)^γ, or 1 where the kind is "none"."""
+    """sigmoid(flow)^γ, or 1 if the kind is "none"."""
     if kind == "none":
         return torch.ones_like(flow)
     share = flow.sigmoid()

@@ -1,4 +1,4 @@
-"""Blocks of heads: both directions walk over blocks small enough to stay in cache, so that no intermediate is as large
+"""Blocks of heads: attention is computed in blocks small enough to stay in cache, so that no intermediate is as large
 as an input.
 
 Shapes: query (B, H, N, D), key (B, H_kv, M, D), value (B, H_kv, M, E); masks (B, N) and (B, M) bool, True = takes part.
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from ..common import Mask, Masks, Options, sum_dtype
 
-# elements of one tensor that a block holds at most: what fits a CPU's cache, and what keeps another device busy
+# maximum number of elements of one tensor in a block: fits the cache of a CPU, or keeps another device busy
 BLOCK_SIZE = {"cpu": 2**19}
 DEVICE_BLOCK_SIZE = 2**26
-# a block of this size is not made smaller to get more blocks: it would cost more in overhead than it saves in memory
+# blocks are not made smaller than this to reach `min_blocks`: the overhead would outweigh the saved memory
 SMALL_BLOCK_SIZE = 2**15
 
 
 class HeadBlock(NamedTuple):
-    """Some key heads of some sequences, each with one of the query heads that share it. G heads in all."""
+    """Some key heads of some sequences, each with one of the query heads that share it: G heads in total."""
 
     batch: slice
     key_heads: slice
     query_heads: slice
-    num_heads: int  # of one sequence
-    is_first: bool  # of the query heads that share a key head
+    num_heads: int  # heads of the block in each sequence
+    is_first: bool  # whether these are the first query heads of their key heads: gradients are written, else added
 
     def sinks(self, x: Tensor) -> Tensor:
         """(B, H, ...) -> (G, ...)"""
@@ -49,11 +49,11 @@ class HeadBlock(NamedTuple):
         return self.mask(masks[0]), self.mask(masks[1])
 
     def sink_view(self, x: Tensor) -> Tensor | None:
-        """The sinks of x as a view, (G, ...), to write to; None if strides allow no such view."""
+        """A view (G, ...) of the sinks of x, to write to; None if the strides allow no such view."""
         return _flat_view(x[self.batch, self.query_heads])
 
     def source_view(self, x: Tensor) -> Tensor | None:
-        """Likewise for sources; None also if another query head has written there and this one has to add."""
+        """A view of the sources of x, likewise; None also if the block must add to what the first block has written."""
         return _flat_view(x[self.batch, self.key_heads]) if self.is_first else None
 
     def write_sinks(self, x: Tensor, part: Tensor) -> None:
@@ -71,9 +71,9 @@ def head_blocks(query: Tensor, key: Tensor, value: Tensor, length: int, min_bloc
     """Blocks that cover all heads, the first one the largest.
 
     Args:
-        length: tokens of a head that are in cache at once.
-        min_blocks: how many blocks to make even if fewer would do, so that what a block needs stays a fraction of the
-            input; fewer where blocks would be smaller than SMALL_BLOCK_SIZE.
+        length: tokens of a head that are processed at once.
+        min_blocks: minimum number of blocks, so that the intermediates of a block are a fraction of the input; fewer if
+            blocks would be smaller than SMALL_BLOCK_SIZE.
     """
     batch, heads = key.shape[:2]
     shared = query.shape[1] // max(heads, 1)
@@ -92,9 +92,9 @@ def head_blocks(query: Tensor, key: Tensor, value: Tensor, length: int, min_bloc
 def one_block(
     query: Tensor, key: Tensor, value: Tensor, options: Options
 ) -> tuple[HeadBlock, Tensor, Tensor, Tensor, Options]:
-    """All heads as one block, for graphs without loops; key heads are repeated, since only a loop can share them.
+    """All heads as one block, for graphs without loops, and the arguments for it.
 
-    So are the powers, one for each head of each sequence, (2, G).
+    Key heads are repeated for the query heads that share them, and the powers for each sequence, to (2, G).
     """
     shared = query.shape[1] // max(key.shape[1], 1)
     if shared > 1:
@@ -105,7 +105,7 @@ def one_block(
 
 
 def empty_gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # several query heads add to the gradient of a shared key head, in the dtype of the sums
+    # the gradient of a shared key head is a sum over query heads, in the dtype of the sums
     shared = key.shape[1] != query.shape[1]
     grad_key, grad_value = (torch.empty_like(x, dtype=sum_dtype(x) if shared else x.dtype) for x in (key, value))
     return torch.empty_like(query), grad_key, grad_value
@@ -117,6 +117,6 @@ def _flat_view(view: Tensor) -> Tensor | None:
 
 
 def _write(view: Tensor, part: Tensor) -> None:
-    # a part that was computed in place is there already
+    # a part that was written through `sink_view` or `source_view` is already in place
     if part.data_ptr() != view.data_ptr():
         view.copy_(part.view(view.shape))

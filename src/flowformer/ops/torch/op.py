@@ -1,4 +1,4 @@
-"""The operators of the torch backend and their autograd: what compilers, tracers and profilers see."""
+"""The registered operators of the torch backend, as seen by compilers, tracers and profilers, and their autograd."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Result = TypeVar("Result")
 
 
 def refusals(*_: Any) -> list[str]:
-    """Nothing: this backend computes every call."""
+    """No reasons: this backend can run every call."""
     return []
 
 
 def by_name(query: Tensor) -> bool:
-    """Never only by name: it is what runs where nothing faster can."""
+    """False: this backend runs every call that no faster one can."""
     return False
 
 
@@ -69,7 +69,7 @@ def recurrent(
 def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
     """See `flow_attention_varlen`."""
     if is_exporting() or not options.variant.has_operator:
-        # here, as in the other functions for packed sequences: every import of the package would pay for it
+        # imported here and in the functions below, so that importing the package stays fast
         from .packed import graph
 
         with torch.autocast(query.device.type, enabled=False):
@@ -85,7 +85,7 @@ def _apply(
     tensors: tuple[Tensor | None, ...],
     *options: Any,
 ) -> Any:
-    # Dynamo traces no autograd function that has a jvp of its own
+    # Dynamo traces no autograd function that defines jvp
     if torch.compiler.is_compiling():
         return function.apply(*distinct(*tensors), *options)
     return eager.apply(*tensors, *options)
@@ -162,7 +162,7 @@ def _fake_packed(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def _without_autocast(implementation: Callable[..., Result]) -> Callable[..., Result]:
-    """Autocast would round the sums."""
+    """Disable autocast in an implementation, since it would round the sums."""
 
     def run(*args: Any) -> Result:
         device = args[0].device.type
@@ -178,7 +178,8 @@ _INPUTS = "Tensor query, Tensor key, Tensor value"
 _MASKS = "Tensor? query_mask, Tensor? key_mask"
 _STATE = "Tensor sums, Tensor memory, Tensor scalars"
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal"
-_FLOWS = ", ".join(f"Tensor kept_{name}" for name in Flows._fields)  # the variant also has a competition
+# prefixed, since `competition` and `allocation` are also names of arguments in VARIANT
+_FLOWS = ", ".join(f"Tensor kept_{name}" for name in Flows._fields)
 _bidirectional_operator = register(
     f"bidirectional({_INPUTS}, {_MASKS}, {VARIANT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _without_autocast(_bidirectional),
@@ -222,11 +223,12 @@ register_vmap("packed_backward", (1, 1, 1, 1, None, None), (1, 1, 1))
 def _differentiable(
     operator: Callable[..., tuple[Tensor, ...]], backward_operator: Callable[..., Any], saved: int, results: int = 1
 ) -> Any:
-    """The three methods of an autograd function with the inputs and outputs of an operator.
+    """The methods forward, setup_context and backward of an autograd function for an operator.
 
     Args:
-        saved: how many inputs the backward operator takes. The parts of a state may follow, then options.
-        results: how many outputs have gradients: the result and the parts of a state. The others are saved.
+        saved: the number of leading inputs that are saved for the backward operator. Inputs after them are the tensors
+            of a state, if any, and options.
+        results: the number of outputs with gradients: the result and the tensors of a state. The others are saved.
     """
 
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
@@ -238,8 +240,8 @@ def _differentiable(
         ctx.options = inputs[saved + results - 1 :]
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = differentiate(backward_operator, *grads[:results], *ctx.saved_tensors, *ctx.options)
-        return *found[:3], *(None for _ in range(saved - 3)), *found[3:], *(None for _ in ctx.options)
+        gradients = differentiate(backward_operator, *grads[:results], *ctx.saved_tensors, *ctx.options)
+        return *gradients[:3], *(None for _ in range(saved - 3)), *gradients[3:], *(None for _ in ctx.options)
 
     return staticmethod(forward), staticmethod(setup_context), staticmethod(backward)
 

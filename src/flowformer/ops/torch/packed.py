@@ -19,7 +19,7 @@ from ..common import Mask, Options, is_exporting
 from ..state import empty_state
 from . import bidirectional, causal
 
-GROUP_SIZE = 2**14  # padded tokens of a group, unless one sequence alone has more
+GROUP_SIZE = 2**14  # maximum of padded tokens in a group; a longer sequence forms a group alone
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
@@ -53,8 +53,10 @@ def backward(
 
 
 def graph(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
-    """`forward` of plain operators: for export, as one graph that depends on no length, and for autograd of variants
-    that have no operator."""
+    """`forward` in plain torch operators, differentiable by autograd.
+
+    For variants without a registered operator, and for export, as one graph for all lengths.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
         if is_causal:
@@ -67,7 +69,7 @@ def graph(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal
     sources = sinks if is_causal else PaddedSequences.all(lengths[1], lengths[3])
     out = attend(sinks.pad(query), sources.pad(key), sources.pad(value), sinks.mask, sources.mask)
     result = query.new_zeros(query.shape[0], *out.shape[1::2])
-    # a position without a token holds 0, so it adds nothing to the token 0 that it points at
+    # padding points at token 0 and holds 0, so adding it leaves that token unchanged
     return result.index_add(0, sinks.tokens.flatten(), out.transpose(1, 2).flatten(0, 1))
 
 
@@ -79,7 +81,7 @@ class _Group(NamedTuple):
 def _by_groups(
     query: Tensor, key: Tensor, value: Tensor, groups: Iterator[_Group], attend: Callable[..., Tensor]
 ) -> Tensor:
-    # tokens after the last sequence belong to none, and give 0
+    # tokens after the last sequence belong to no sequence: their result is 0
     result = query.new_zeros(*query.shape[:2], value.shape[-1])
     for sinks, sources in groups:
         out = attend(sinks.pad(query), sources.pad(key), sources.pad(value), sinks.mask, sources.mask)

@@ -26,7 +26,7 @@ from . import replay
 # fused multiply-add, with which the kernels were measured; not the default from Triton 3.10 on
 _FUSED = {"enable_fp_fusion": True}
 
-# Kernels are not specialised for lengths and strides; `plan.Strides` has what is known at compile time.
+# Kernels are not specialised for lengths and strides; `plan.Strides` passes what they may rely on as constants.
 _TENSORS = ("q", "k", "v", "g", "r", "dk", "dv", "own", "other", "left", "right", "out")
 _RUNTIME = {f"{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")}
 _RUNTIME |= {"sinks", "sources", "heads", "shared", "length", "size", "segments", "plane"}
@@ -46,7 +46,7 @@ class Argument(NamedTuple):
 
     tensor: Tensor
     position: int  # among the tensors of the call
-    start: int = 0  # bytes before it
+    start: int = 0  # offset of the part in the tensor, in bytes
 
     def split(self, sizes: Sequence[int]) -> list[Argument]:
         parts = self.tensor.split_with_sizes(list(sizes))
@@ -133,7 +133,7 @@ def fit(kernels: Sequence[Kernel], device: torch.device, wgmma: bool) -> list[Ma
     return constants
 
 
-_compiling = threading.Lock()  # the environment variable below is the whole process's
+_compiling = threading.Lock()  # for the environment variable of `_without_wgmma`, which affects the whole process
 
 
 def _compile(kernels: Sequence[Kernel], wgmma: bool) -> list[int]:
@@ -159,7 +159,7 @@ class Forks(Executor):
     loaders, and never touch the GPU.
     """
 
-    SECONDS = 120  # after which a child is taken to hang; its function then runs in this process alone
+    SECONDS = 120  # after which children count as hung and are killed; their functions run only in this process
 
     def __init__(self) -> None:
         self._running: list[tuple[int, Callable[[], Any], Future[Any]]] = []
@@ -182,6 +182,7 @@ class Forks(Executor):
         return future
 
     def join(self) -> None:
+        """Wait for the children, then run all functions in this process."""
         end = time.monotonic() + self.SECONDS
         for child, function, future in self._running:
             while os.waitpid(child, os.WNOHANG) == (0, 0):

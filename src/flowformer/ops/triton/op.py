@@ -1,4 +1,4 @@
-"""The Triton backend: what it refuses, and the functions that run the kernels.
+"""The Triton backend: its refusals, and the functions that run the kernels.
 
 Importing this file does not import Triton, which takes longer than the rest of the package; the first call does.
 """

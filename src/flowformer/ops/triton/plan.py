@@ -127,9 +127,14 @@ def aligned(count: int) -> int:
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy if its rows are not dense or too far apart: a block of tokens is addressed with 32 bits."""
+    """x, or a copy if a kernel cannot read its memory.
+
+    That is if its rows are not dense, or too far apart (a block of tokens is addressed with 32 bits), or if the memory
+    has the opposite sign (`torch.Tensor.is_neg`).
+    """
     *_, row, column = x.stride()
-    return x if (column == 1 or x.shape[-1] == 1) and row < 2**22 else x.contiguous()
+    is_readable = (column == 1 or x.shape[-1] == 1) and row < 2**22 and not x.is_neg()
+    return x if is_readable else x.resolve_neg().contiguous()
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -70,7 +70,11 @@ class Records:
             x[:, :, :1] += other[:, :, None]
 
     def merge_memory(self, exchange: Exchange, variant: FlowVariant, is_signed: bool) -> None:
-        """Puts S of all ranks into the record of the first segment."""
+        """Replace the S of the first segment's record by the sum over all ranks, and clear the other segments.
+
+        Args:
+            is_signed: whether τ Ô may be negative.
+        """
         memory, reference, mass = torch.cat(self.memory, -1), self.scalars(REFERENCE, 1), self.scalars(MASS, 1)
         if variant.competition == "softmax":
             # the softmax over this rank's sources, and its normaliser
@@ -94,7 +98,8 @@ class Records:
 
 
 def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -> Tensor:
-    """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's share."""
+    """The result for this rank's queries, (B, H, N, E); the gradient of the powers is this rank's term of the sum over
+    ranks."""
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, options.powers))
     extras = Extras(*masks, None, None, options.powers)
     arguments = *inputs, *extras, exchange, keep, *flat_options(options)
@@ -172,7 +177,7 @@ def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: An
 
 
 def _plan(tensors: tuple[Tensor, ...], extras: Extras, keep: bool, options: FlatOptions) -> CutPlan | None:
-    """None if this rank has no sequence: it launches nothing, but must take part in the exchanges."""
+    """The plan of a call; None if this rank has no sequence: it launches nothing, but takes part in the exchanges."""
     query, key = tensors[:2]
     if not query.shape[0] * query.shape[1]:
         return None

@@ -178,8 +178,8 @@ def memory_kernel(
 
     Grid:   (records · segments, tiles of E).
     Reads:  K, V; Σq/I of all segments of the head in `partial`.
-    Writes: Ô (B·H, M) if a backward pass is to KEEP it; S, reference and mass of each segment's record, which of a
-            WHOLE head is finished; if the result is renormalised, Σ c k weighted as S is (`competing`, one vector for
+    Writes: Ô (B·H, M) if a backward pass is to KEEP it; S, reference and mass of each segment's record, or for a WHOLE
+            head its finished record; if the result is renormalised, Σ c k weighted as S is (`competing`, one vector for
             each segment).
     """
     k_token = D if DENSE else k_token * ALIGN

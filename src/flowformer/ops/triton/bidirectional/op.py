@@ -23,7 +23,7 @@ from .plan import BidirectionalPlan, kept_sizes
 
 
 class Extras(NamedTuple):
-    """The tensors that a call need not have, in the order of the operators."""
+    """The optional tensors of a call, in the order of the operators' arguments."""
 
     query_mask: Mask
     key_mask: Mask
@@ -70,13 +70,13 @@ class _Bidirectional(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = *ctx.saved_tensors, ctx.longest, *ctx.options
-        *found, grad_powers = differentiate(_triton_bidirectional_backward, grads[0], *inputs)
+        *input_grads, grad_powers = differentiate(_triton_bidirectional_backward, grads[0], *inputs)
         powers = grad_powers if ctx.has_powers else None
-        return *found, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
+        return *input_grads, None, None, None, None, powers, None, None, *(None for _ in ctx.options)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The result and, if `keep`, what the backward pass needs."""
+    """The result, and the buffer for the backward pass, which is empty unless `keep`."""
     extras, longest, keep, options = Extras(*rest[:5]).contiguous(), rest[5], rest[6], rest[7:]
     bounds = extras.query_bounds
     if bounds is not None and extras.key_bounds is not None:

@@ -103,9 +103,9 @@ def flow_gradient_kernel(
 
     Grid:   (B·H, segments). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K; planes of `flows` and, per tile of E, of `grads`; sums of later segments (`conserved`,
-            `carried`, `reaching`, to RENORMALIZE `competing`); the gradient of the last state.
+            `carried`, `reaching`, if RENORMALIZE `competing`); the gradient of the last state.
     Writes: the first four planes of `grads`; dΣk and dΣq of each segment (`partial`); the gradients of the sums after
-            each chunk (`after`, B·H, T, chunks, 4, D, to RENORMALIZE 5), where dΣk and dΣq count later chunks of this
+            each chunk (`after`, B·H, T, chunks, 4, D; 5 if RENORMALIZE), where dΣk and dΣq count later chunks of this
             segment only; the gradient of the first state; with powers, the segment's part of dτ = Σ d(τ Ô) Ô and
             dγ = Σ ⟨dR, R⟩ log σ(Î) (`grad_powers`, B·H, T, 2).
     """

@@ -93,7 +93,7 @@ def gradient_kernel(
 
     RENORMALIZE adds one outer product: dW (Σ c k + ε) for a sink, c d(Σ c k) for a source.
 
-    BALANCE: the gradient of q through I, or W to RENORMALIZE, cancels most of the gradient through S. R is rounded,
+    BALANCE: the gradient of q through I, or W if RENORMALIZE, cancels most of the gradient through S. R is rounded,
     so ⟨dR, R⟩ differs from the exact value and the cancellation is inexact; ⟨q, dq⟩ of the part through S is therefore
     recomputed, by this program if it holds all features ("own"), or by a separate launch ("measure") before the one
     that uses it ("measured"). "none" if nothing is rounded. With RENORMALIZE, dK is a difference of the same kind, and

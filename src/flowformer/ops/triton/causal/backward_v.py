@@ -67,7 +67,7 @@ def grad_memory_kernel(
     Grid:   (B·H, segments, tiles of E). Only where heads have several segments.
     Reads:  Q, dR, R; planes of `flows`.
     Writes: dS (B·H, T, D, E) into `partial`, for `scan_kernel`; d(Σk/O), the first vector of `conserved` (B·H, T,
-            tiles, 2, D); ⟨dR, R⟩ of the tile, a plane of `grads`. To RENORMALIZE, d(Σ c k) = Σ (q + ε) dW of the tile
+            tiles, 2, D); ⟨dR, R⟩ of the tile, a plane of `grads`. If RENORMALIZE, d(Σ c k) = Σ (q + ε) dW of the tile
             (`competing`, tiles, B·H, T, D).
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)
@@ -138,7 +138,7 @@ def value_gradient_kernel(
 
     Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K, V, dR; planes of `flows`; dS after each segment (`memories`); L before each segment (`logs`).
-            R, if the head is one segment. To RENORMALIZE, d(Σ c k) of the last state and of later segments
+            R, if the head is one segment. If RENORMALIZE, d(Σ c k) of the last state and of later segments
             (`competing`). RAISED: see `gradient_kernel`.
     Writes: dV for every query head (B, H, N, E); dÔ/D of the tile, a plane of `grads`, with powers d(τ Ô)/D instead,
             before the clamp, which the gradient of τ needs; Z before each segment

@@ -64,7 +64,7 @@ def _flow_sums(state: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _counted_flow_sums(state: Sequence[Tensor]) -> list[Tensor]:
-    """The same, and the count (B, H, 1)."""
+    """Σk and Σq, (B, H, 2, D), and the count (B, H, 1)."""
     return [*_flow_sums(state), state[2][..., COUNT.value : COUNT.value + 1]]
 
 
@@ -88,7 +88,7 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _add(joined: Tensor, parts: Sequence[Tensor]) -> None:
-    """Adds joined numbers to the parts of a state."""
+    """Add numbers in the form of `_join` to the parts of a state, in place."""
     sizes = [math.prod(x.shape[2:]) for x in parts]
     for x, own in zip(parts, joined.split_with_sizes(sizes, -1), strict=True):
         x.add_(own.view_as(x))
@@ -100,10 +100,10 @@ def attend(
     """The result for this rank's tokens, and the state after the last token of the last rank if `with_end`.
 
     Args:
-        state: before the first token of the first rank, the same on every rank; None is an empty state. Its gradient
-            is computed on the first rank, and is 0 on the others.
-        options: the gradient of the powers is this rank's share.
-        with_end: whether the last state is needed. If so, its gradient is part of the exchanges.
+        state: the state before the first token of the first rank, equal on every rank; None is an empty state. Its
+            gradient is computed on the first rank, and is 0 on the others.
+        options: if it has powers, their gradient is this rank's term of the sum over ranks.
+        with_end: whether to return the last state; otherwise () is returned, and its gradient is not exchanged.
     """
     leaves = *inputs, *((None, None, None) if state is None else state), options.powers
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
@@ -126,7 +126,7 @@ class _Attend(torch.autograd.Function):
             result, end, saved = _forward(*inputs)
         ctx.save_for_backward(query, key, value, mask, powers, result, *saved)
         ctx.has_state, ctx.options = first_scalars is not None, (exchange, with_end, *options)
-        # gradients of outputs that are not used stay None
+        # gradients of unused outputs stay None instead of zeros
         ctx.set_materialize_grads(False)
         return result, *end
 
@@ -137,8 +137,8 @@ class _Attend(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(result)
         with without_autocast(query):
-            found = differentiate(_backward, grad, *grads_of_end, *ctx.saved_tensors, *ctx.options)
-        *grads, sums, memory, scalars, of_powers = found
+            all_grads = differentiate(_backward, grad, *grads_of_end, *ctx.saved_tensors, *ctx.options)
+        *grads, sums, memory, scalars, of_powers = all_grads
         state = (sums, memory, scalars) if ctx.has_state else (None, None, None)
         return *grads, *state, None if powers is None else of_powers, *(None for _ in range(2 + len(ctx.options)))
 
@@ -157,7 +157,7 @@ def _forward(
     with_end: bool,
     *options: Any,
 ) -> tuple[Tensor, list[Tensor], tuple[Tensor | None, ...]]:
-    """The result, the last state if there is to be one, and what the backward pass needs beside the inputs."""
+    """The result, the last state (empty unless `with_end`), and what the backward pass needs besides the inputs."""
     query, key, value, powers, variant = dense(query), dense(key), dense(value), contiguous(powers), variant_of(options)
     given = [x for x in (first_sums, first_memory, first_scalars) if x is not None]
     before = [x.clone(memory_format=torch.contiguous_format) for x in given] or list(empty_state(query, value, variant))
@@ -174,8 +174,9 @@ def _forward(
     flow_sums, conserved_sums, logs, memories, _, _, competing_sums = parts
 
     def pass_on(level: Callable[..., list[Tensor]], *own: Tensor) -> None:
-        found, total = exchange.before(_join(own), with_end)
-        _add(found, level(before))
+        """Exchange this rank's sums of one level: add those of earlier ranks to `before`, those of all to `end`."""
+        earlier, total = exchange.before(_join(own), with_end)
+        _add(earlier, level(before))
         if total is not None:
             _add(total, level(end))
 
@@ -244,6 +245,7 @@ def _backward(
         after[2].copy_(of_end[2])  # gradients of unused logarithms pass through
 
     def take(level: Callable[..., list[Tensor]], *own: Tensor) -> None:
+        """Exchange this rank's gradients of one level: add those of later ranks and of the last state to `after`."""
         _add(exchange.after(_join(own), None if of_end is None else _join(level(of_end))), level(after))
 
     next(run)

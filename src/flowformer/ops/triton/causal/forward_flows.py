@@ -53,8 +53,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Σk and Σq of each segment.
 
-    Grid:   (B·H, segments). Only where heads have several segments. From right to left, since the next kernel begins
-            with what is then in the L2 cache.
+    Grid:   (B·H, segments). Only if heads have several segments. From right to left, since the next kernel starts with
+            the tokens that are then in the L2 cache.
     Reads:  Q, K.
     Writes: `partial` (B·H, T, 2, D).
     """
@@ -98,7 +98,7 @@ def flows_kernel(
     Grid:   (B·H, segments). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K; Σk and Σq of earlier segments (`partial`); the state before the first token.
     Writes: planes of `flows`; if a backward pass is to KEEP them, the sums before each chunk, with ε (`sums`, B·H, T,
-            chunks, 4, D; the fifth to RENORMALIZE is left to `output_kernel`); sums and scalars of the last state;
+            chunks, 4, D; the fifth, if RENORMALIZE, is left to `output_kernel`); sums and scalars of the last state;
             log Σ exp(Ô) before the head (`logs`).
             SPLIT: Î, Ô, Σk/O and Σq/I count this segment only, and go to `local_flows` (2, B, H, N) and `local_sums`
             (B·H, T, chunks, 2, D); what the segment adds to Σk/O and Σq/I goes to `conserved` (B·H, T, 2, D).

@@ -57,7 +57,7 @@ def memory_kernel(
             `conserve_kernel` left the last tokens in the L2 cache.
     Reads:  K, V; planes of `flows`; log Σ exp(Ô) of each segment (`totals`).
     Writes: Σ kᵀ c V (B·H, T, D, E) into `partial`, for `scan_kernel`; `logs` (B·H, T + 1); scalars of the last state;
-            to RENORMALIZE, Σ c k of each segment (`competing`, B·H, T, D).
+            if RENORMALIZE, Σ c k of each segment (`competing`, B·H, T, D).
 
     CENTRE is φ(0) where the backward pass needs the differences between features, see `gradient_kernel`, otherwise 0.
     """
@@ -157,14 +157,14 @@ def output_kernel(
     COMPETITION: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr, RAISED: tl.constexpr,
     SPLIT: tl.constexpr, KEEP: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """R = α/(I·D) · q S, to RENORMALIZE α/W · q S with W = ⟨q, Σ c k⟩.
+    """R = α/(I·D) · q S, if RENORMALIZE α/W · q S with W = ⟨q, Σ c k⟩.
 
     Grid:   (B·H, segments, tiles of E). One program walks over one segment in chunks of C tokens.
     Reads:  Q, K, V; planes of `flows`; log Σ exp(Ô) before each segment (`logs`); the state before the first token.
             SPLIT: S before each segment (`memories`), and Î of this segment only (`local_flows`), to which is added
-            what comes from earlier segments (`conserved`); to RENORMALIZE, Σ c k of earlier segments (`competing`).
+            what comes from earlier segments (`conserved`); if RENORMALIZE, Σ c k of earlier segments (`competing`).
     Writes: R (B, H, N, E); the planes of `flows` that only a backward pass KEEPs; S after the last token, unless SPLIT.
-            To RENORMALIZE: Σ c k after the last token; Σ c k + ε before each chunk (`sums`, B·H, T, chunks, 5, D), if a
+            If RENORMALIZE: Σ c k after the last token; Σ c k + ε before each chunk (`sums`, B·H, T, chunks, 5, D), if a
             backward pass is to KEEP it. RAISED: see `gradient_kernel`.
     """
     batch, head, start, first, last = locate(p_bounds, heads, length, size)

@@ -51,7 +51,7 @@ def allocation_weights(
     inverse_in, conserved_in, keep, inverse_position, gamma,
     FAST: tl.constexpr, ALLOCATION: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """α/(I·D), to RENORMALIZE α alone, and (1 − σ(Î))/D, 0 where masked; `inverse_position` is 1/D."""
+    """α/(I·D), if RENORMALIZE α alone, and (1 − σ(Î))/D, 0 where masked; `inverse_position` is 1/D."""
     declined = tl.zeros(inverse_position.shape, tl.float32)
     received = tl.where(keep, 1.0, 0.0) if RENORMALIZE else inverse_in * inverse_position
     if ALLOCATION:
@@ -85,5 +85,5 @@ def competing_gradient(p_flow, plane, keep, overlap):
 
 @triton.jit
 def combine_decay(later_log, later_sum, log, sum):
-    """L and Z of the first of two neighbouring runs of tokens, the later one given first."""
+    """Combine L and Z of two neighbouring runs of tokens, the later run first. Returns: L and Z of the earlier one."""
     return log, sum + decay(log, later_log) * later_sum

@@ -141,7 +141,7 @@ def _forward(
     powers: Powers,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the state after it in one buffer and, if `keep`, what the backward pass needs."""
+    """The result, the last state in one buffer, and the kernels' flows and sums, all of them only if `keep`."""
     if bounds is not None and key_bounds is not None:
         check_bounds(query.shape[2], key.shape[2], (bounds, key_bounds, longest, longest), is_causal=True)
     query, key, value = dense(query), dense(key), dense(value)
@@ -209,8 +209,8 @@ def _backward(
     kept: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, and in one buffer those of the state before the first token and of the
-    powers, the latter of each segment."""
+    """The gradients of query, key and value, and one buffer with the gradient of the state before the first token and,
+    for each segment, the gradient of the powers."""
     grad, query, key, value = dense(grad), dense(query), dense(key), dense(value)
     grad_end, scalars, powers = contiguous(grad_end), contiguous(scalars), contiguous(powers)
     grad_query = torch.empty_like(query)
