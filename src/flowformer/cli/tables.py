@@ -1,4 +1,4 @@
-"""Commands about many runs: reproduce, results, plot."""
+"""Commands for several runs: reproduce, results, plot."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ def reproduce(
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")
-    left = [job for job in jobs if job.blocked is None and not job.is_done]
+    unfinished = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None:
-        say(f"{len(left)} runs are left: {running.stopped}. Run the same command to resume.")
+        say(f"{len(unfinished)} runs are left: {running.stopped}. Run the same command to resume.")
     if running.failed:
         raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
 
 
 def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
-    """The figures by their captions; says which are left out, and what data they need."""
+    """Draw the figures and return their paths by caption; print which are left out, and the reason."""
     from ..train.results import draw_figures
 
     figures, left_out = draw_figures(rows, folder, data)
@@ -101,7 +101,7 @@ def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str,
 
 
 def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
-    """What is missing, and the cells that miss it."""
+    """Return the names of the cells that cannot run, grouped by the reason, such as missing data."""
     reasons: dict[str, list[str]] = {}
     for job in jobs:
         if job.blocked is not None and job.name not in reasons.setdefault(job.blocked, []):
@@ -109,13 +109,13 @@ def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
     return reasons
 
 
-# of `reproduce --list`
+# columns of `reproduce --list`
 _COLUMNS: dict[str, Callable[[Job], str]] = {
-    "state": lambda job: job.state().partition(":")[0],  # what follows the colon is printed below
+    "state": lambda job: job.state().partition(":")[0],  # reasons after the colon are printed below the table
     "seed": lambda job: str(job.seed),
     "paper": lambda job: "" if job.paper is None else str(job.paper),
     "minutes": lambda job: f"{job.minutes:g}",
-    "cell": lambda job: job.name,  # the longest comes last, where a narrow terminal may wrap it
+    "cell": lambda job: job.name,  # the longest text is in the last column, where a narrow terminal may wrap it
 }
 
 

@@ -1,4 +1,4 @@
-"""Commands that make one run: demo, train, fit, eval."""
+"""Commands for a single run: demo, train, fit, eval."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def train(
         _print_result(result, to_dict(config), folder)
 
 
-@command(app, "rival", hidden=True)  # the name of earlier versions
+@command(app, "rival", hidden=True)  # former name of fit
 @command(app, "fit")
 def fit(
     recipe: Annotated[str, typer.Argument(help="A recipe of time series or reinforcement learning.")],
