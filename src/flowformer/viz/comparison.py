@@ -98,18 +98,18 @@ def compare_over_time(
         layer: index of the layer.
     """
     weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}
-    lengths = [series.shape[1]] * len(series) if mask is None else mask.sum(1).tolist()
+    present = torch.ones(series.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
     figure = Figure(figsize=(3.6 * len(series), 1.3 * (1.5 + len(models))), layout="constrained")
     heights = [1.5, *(1.0 for _ in models)]
     panels = figure.subplots(
         1 + len(models), len(series), squeeze=False, sharex="col", gridspec_kw={"height_ratios": heights}
     )
     for i, column in enumerate(panels.T):
-        steps = range(lengths[i])
-        column[0].plot(steps, series[i, : lengths[i]].cpu().numpy(), linewidth=0.8, alpha=0.7)
+        steps = range(int(present[i].sum()))
+        column[0].plot(steps, series[i].cpu()[present[i]].numpy(), linewidth=0.8, alpha=0.7)
         column[0].set_title(titles[i] if titles else "", fontsize=10)
         for number, (panel, (name, values)) in enumerate(zip(column[1:], weights.items(), strict=True)):
-            row = values[i, : lengths[i]]
+            row = values[i, present[i]]
             panel.plot(steps, (row / row.mean()).numpy(), color=f"C{number}")
             panel.axhline(1, color="grey", linewidth=0.6, linestyle=":")
             panel.set_ylabel(name, fontsize=8)
