@@ -100,7 +100,7 @@ class TestOverTime:
     def figure(heads=2, layer=-1, mask=True):
         torch.manual_seed(0)
         sizes = {"embed_dim": 8, "num_heads": heads, "num_layers": 3, "mlp_dim": 8}
-        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes))
+        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes)).eval()
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.5)
         series, lengths = torch.randn(4, 9, 2), torch.tensor([[9], [4], [0], [7]])
@@ -138,6 +138,16 @@ class TestOverTime:
         lines = [axis for axis in drawn(figure) if len(axis.lines) == 2]
         assert [len(axis.lines[0].get_ydata()) for axis in lines] == ([9, 4, 7] if mask else [9] * 4)
         assert len(drawn(figure)) == 3 * len(there)
+
+    def test_a_model_in_training_stays_in_training(self):
+        """Drawing uses evaluation mode, without dropout, but does not switch dropout off for the next update."""
+        torch.manual_seed(0)
+        sizes = {"embed_dim": 8, "num_heads": 2, "num_layers": 1, "mlp_dim": 8}
+        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes))
+        series = torch.randn(1, 9, 2)
+        curves = [viz.over_time(model.train(mode), series).axes[1].lines[0].get_ydata() for mode in (False, True)]
+        assert (curves[0] == curves[1]).all()
+        assert model.training
 
     def test_a_layer_that_is_not_there(self):
         with pytest.raises(ValueError, match=r"the model has 3 layers; accepted: from -3 to 2, got 3"):

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models import FlowformerDeiT, FlowformerTimeSeries, FlowformerVision
+from ..models.base import FlowModel
 from ..ops import FlowMaps
 
 
@@ -42,7 +43,7 @@ def over_time(
         layer: index of the layer.
         columns: number of panels in a row.
     """
-    maps, description = _layer_maps(model.eval()(series, mask, return_maps=True)[1], layer)
+    maps, description = _layer_maps(_compute_maps(model, series, mask), layer)
     present = torch.ones(series.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
     columns = min(columns, len(series))
     rows = -(-len(series) // columns)
@@ -102,7 +103,7 @@ def over_images(
         titles: one per image, or empty.
         layer: index of the layer.
     """
-    maps, description = _layer_maps(model.eval()(images, return_maps=True)[1], layer)
+    maps, description = _layer_maps(_compute_maps(model, images), layer)
     figure = Figure(figsize=(6.3, 2.1 * len(images) + 0.9), layout="constrained")
     figure.suptitle(description, fontsize=10)
     panels = image_panels(figure, shown, 3, titles)
@@ -142,6 +143,16 @@ def over_pixels(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor
     rows, columns, leading = _grid(values.shape[1], height, width)
     grids = values[:, leading:].reshape(len(values), 1, rows, columns)
     return F.interpolate(grids, (height, width), mode="bilinear")[:, 0], grids[:, 0]
+
+
+def _compute_maps(model: FlowModel, *inputs: Tensor | None) -> list[FlowMaps]:
+    """Return the maps of all layers in evaluation mode; a model in training mode is set back to it."""
+    was_training = model.training
+    model.eval()
+    try:
+        return model(*inputs, return_maps=True)[1]
+    finally:
+        model.train(was_training)
 
 
 def _layer_maps(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
