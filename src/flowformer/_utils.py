@@ -150,7 +150,8 @@ def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]
     Args:
         mode, options: passed to `open`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # a random name: threads, and machines that share the folder, may have the same process id
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
         with temporary.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
             yield file
