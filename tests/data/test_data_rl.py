@@ -98,7 +98,7 @@ class TestD4RL:
         with pytest.raises(data.MissingDataError, match=r"hopper_medium_expert-v2\.hdf5"):
             data.load("d4rl/hopper-medium-expert", tmp_path)
 
-    @pytest.mark.parametrize("damage", ["cut", "short", "key", "endless", "text"])
+    @pytest.mark.parametrize("damage", ["cut", "short", "short timeouts", "key", "endless", "text"])
     def test_a_damaged_file_is_named(self, folder, damage):
         path = folder / "d4rl" / "hopper_medium_replay-v2.hdf5"
         content = arrays()
@@ -107,6 +107,8 @@ class TestD4RL:
                 path.write_bytes(path.read_bytes()[:-500])
             case "short":
                 write(path, content | {"actions": content["actions"][:-1]})
+            case "short timeouts":
+                write(path, content | {"timeouts": content["timeouts"][:-1]})
             case "key":
                 del content["timeouts"]
                 write(path, content)

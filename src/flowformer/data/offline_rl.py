@@ -201,7 +201,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
     except (OSError, TypeError, ValueError) as error:
         raise store.DamagedDataError(f"{path} is damaged or not of D4RL: {error}") from error
     sizes = {len(values) for values in (states, actions, rewards, terminals, timeouts)}
-    ends = np.flatnonzero(terminals.astype(bool) | timeouts.astype(bool)) + 1
+    ends = np.union1d(np.flatnonzero(terminals), np.flatnonzero(timeouts)) + 1
     if len(sizes) != 1 or not len(ends):
         raise store.DamagedDataError(
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
