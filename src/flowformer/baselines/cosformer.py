@@ -42,7 +42,8 @@ class CosformerAttention(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         check_length(self.name, self.max_length, query, key)
-        q = self._features(query, key_mask if is_causal else query_mask)
+        # in causal attention, queries and keys are the same tokens: positions count the valid keys
+        q = self._features(valid(query, query_mask), key_mask if is_causal else query_mask)
         k, v = self._features(key, key_mask), F.pad(valid(value, key_mask), (0, 1), value=1.0)
         product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
         return (product[..., :-1] / product[..., -1:].clamp_min(self.eps)).to(query.dtype)

@@ -59,10 +59,11 @@ class SynthesizerAttention(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         check_length(self.name, self.max_length, query, key)
+        queries = valid(query, query_mask)
         if is_causal:
             query_mask = key_mask  # queries and keys are the same tokens
         q, k, v = (
-            packed(valid(x, mask), mask) for x, mask in ((query, query_mask), (key, key_mask), (value, key_mask))
+            packed(valid(x, mask), mask) for x, mask in ((queries, query_mask), (key, key_mask), (value, key_mask))
         )
         logits = self._synthesize(q, k.shape[2])
         if self.dot_product:
