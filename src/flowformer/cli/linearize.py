@@ -46,6 +46,7 @@ def linearize(
     from ..linearize import LinearizeConfig
     from ..linearize import linearize as linearize_model
     from ..train.loop import Interrupted
+    from ..train.record import is_main
 
     config = LinearizeConfig.of([*(options or []), *([] if minutes is None else [f"minutes={minutes}"])])
     texts, held_out = ([_read(file) for file in files] for files in (text, evaluate or []))
@@ -66,6 +67,8 @@ def linearize(
     except Interrupted as stopped:
         errors.print(f"{stopped} Run the same command with --resume to continue.")
         raise typer.Exit(130) from stopped
+    if not is_main():
+        return
     student.save_pretrained(out / "model")
     if as_json:
         print(json.dumps({"folder": str(out), "stages": [vars(stage) for stage in result.stages]}))
