@@ -58,6 +58,11 @@ class TestD4RL:
         ]
         assert (info.num_features, info.num_actions, info.max_length) == (4, 2, 3)
 
+    @pytest.mark.parametrize("window", [0, -1, 2.5])
+    def test_a_window_without_steps_is_refused(self, folder, window):
+        with pytest.raises(ValueError, match=f"window must be a positive whole number, got {window}"):
+            data.load("d4rl/hopper-medium-replay", folder, window=window, partial=True)
+
     def test_values(self, folder):
         train = data.load("d4rl/hopper-medium-replay", folder, window=3, partial=True).train
         raw = {key: torch.from_numpy(value[:STEPS]) for key, value in arrays().items()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._utils import optional_import
+from .._utils import check_positive, optional_import
 from . import store
 from .environments import ENVIRONMENTS
 from .splits import Columns, DataInfo, Item, Splits
@@ -58,6 +58,7 @@ class Windows(Dataset[Item]):
     """
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
+        check_positive(window=window)
         self.window = window
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         self.ends = lengths.cumsum(0).repeat_interleave(lengths)
