@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from flowformer import viz
 from flowformer.models import DeiTConfig, FlowformerDeiT, FlowformerTimeSeries, TimeSeriesConfig
+from flowformer.viz.page import POINTS, results_page
 
 CURVES = """kind,shape,contestant,forward_ms,both_ms,device,dtype
 causal,B1 H2 N1024 d64,ours,1.5,4.0,H200,bfloat16
@@ -93,6 +96,17 @@ class TestTraining:
         assert panel.lines[0].get_marker() == ".", "a line of one point is not seen"
         with pytest.raises(ValueError, match="run: nothing is recorded yet"):
             viz.training_curves({"run": []})
+
+
+@pytest.mark.parametrize("updates", [2, 300, 301, 1000])
+def test_a_long_curve_of_the_page_ends_with_its_last_point(updates):
+    log = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, updates + 1)]
+    page = results_page("title", [], [{"name": "run", "facts": {}, "log": log}], {})
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    points = data["runs"][0]["curves"]["training loss"]
+    assert len(points) == -(-updates // -(-updates // POINTS)) <= POINTS
+    assert points == sorted(points)
+    assert points[-1] == [updates, 1 / updates]
 
 
 class TestOverTime:

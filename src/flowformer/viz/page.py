@@ -61,7 +61,13 @@ def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
                 if isinstance(value, float) and name != "epoch":
                     curves.setdefault(f"{record['split']} {name}", []).append([record["step"], value])
     drawn = {name: [point for point in points if math.isfinite(point[1])] for name, points in curves.items()}
-    return {name: points[:: max(1, -(-len(points) // POINTS))] for name, points in drawn.items() if len(points) > 1}
+    return {name: _thinned(points) for name, points in drawn.items() if len(points) > 1}
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Keep every n-th point, at most `POINTS` of them, counted from the last one: it is the result of the run."""
+    step = -(-len(points) // POINTS)
+    return points[::-step][::-1]
 
 
 _TEMPLATE = """<!DOCTYPE html>
