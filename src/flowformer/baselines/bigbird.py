@@ -102,7 +102,7 @@ class BigBirdAttention(BlockMechanism):
         others = inner - width
         drawn: list[Tensor] = []
         for nth, draw in enumerate(self.draws[:, : len(blocks)].unbind(-1)):
-            # an index among the blocks outside the window that were not drawn before: skip those that were
+            # an index among the blocks outside the window that were not drawn before; then skip the drawn ones
             index = draw % (others - nth).clamp_min(1)
             for earlier in torch.stack(drawn, -1).sort(-1).values.unbind(-1) if drawn else ():
                 index = index + (index >= earlier)

@@ -9,7 +9,7 @@ import typer
 from .app import app, command
 
 bench_app = typer.Typer(
-    help="Time the attention beside its rivals, correctness first; each has a --help of its own.",
+    help="Check and time Flow-Attention and its rivals; each benchmark has its own --help.",
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")

@@ -14,13 +14,13 @@ from rich.table import Table
 from .app import DataDir, Json, app, command, console
 from .progress import columns
 
-data_app = typer.Typer(help="The data sets: what there is, what is missing, what is damaged.", no_args_is_help=True)
+data_app = typer.Typer(help="List, check and generate data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
 @command(data_app, "list")
 def data_list(data: DataDir = None, as_json: Json = False) -> None:
-    """List the data sets: which are there, and where to get the others."""
+    """List the data sets: which are present, and where to get the others."""
     from .. import data as sets
 
     root = sets.store.root(data)

@@ -46,10 +46,10 @@ def reproduce(
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a table of the paper: every cell that is not done yet, several side by side, then the table beside theirs.
+    """Run the unfinished cells of a table of the paper, several at a time, and print it with the paper's numbers.
 
-    It may be stopped or killed at any time: the same command resumes it. Several machines may share the folder,
-    or each do some cells; [bold]flowformer results[/bold] merges their folders.
+    The command may be stopped or killed at any time; run it again to resume. Several machines may share the folder, or
+    each run some cells in a folder of its own; [bold]flowformer results[/bold] merges the folders.
     """
     from ..train import reproduce as queue
     from ..train import results, summary
@@ -148,10 +148,10 @@ def results(
     data: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
+    """Collect finished runs into the paper's tables, next to the paper's numbers; merges folders of several machines.
 
-    Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides have tables of their
-    own, without the paper's numbers; a footnote marks overrides that change the arithmetic only, such as precision.
+    Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides are in separate
+    tables without the paper's numbers; a footnote marks overrides that change only the arithmetic, such as precision.
     """
     from ..train import summary
     from ..train.results import collect
@@ -175,7 +175,7 @@ def plot(
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="What the attention of each run gives weight to, over the same test examples."),
+        typer.Option("--compare", help="Source weights of the attention of each run, on the same test examples."),
     ] = False,
     data: DataDir = None,
 ) -> None:

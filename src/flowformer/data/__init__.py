@@ -43,8 +43,10 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """List the names of the paper's data sets. `load` also takes any "uea/<Set>", "d4rl/<environment>-<quality>" and
-    "minari/<id>"."""
+    """List the names of all registered data sets.
+
+    `load` also takes other names of the form "uea/<Set>", "d4rl/<environment>-<quality>" and "minari/<id>".
+    """
     return list(RECORDS)
 
 

@@ -13,8 +13,11 @@ RECORDS: dict[str, DataSet] = {
 
 
 def find(name: str) -> DataSet:
-    """Return the record of a data set: one in `RECORDS`, or any "uea/<Set>", "d4rl/<environment>-<quality>" or
-    "minari/<id>"."""
+    """Return the record of a data set.
+
+    Args:
+        name: a key of `RECORDS`, or any "uea/<Set>", "d4rl/<environment>-<quality>" or "minari/<id>".
+    """
     if name in RECORDS:
         return RECORDS[name]
     family, _, rest = name.partition("/")
