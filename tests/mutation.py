@@ -124,7 +124,8 @@ FAULTS = [
           "data/test_data_uea.py"),
     fault("data/offline_rl.py", "min(index + self.window, int(self.ends[index]))",
           "min(index + self.window, int(self.ends[index]) + 1)", "data/test_data_rl.py"),
-    fault("data/lra.py", "held = len(labels) * 9 // 10", "held = len(labels) * 8 // 10", "data/test_data_lra.py"),
+    fault("data/lra.py", "train_size = len(labels) * 9 // 10", "train_size = len(labels) * 8 // 10",
+          "data/test_data_lra.py"),
     # train
     fault("train/loop.py", "sign * record[self.task.metric] > sign * best[self.task.metric]",
           "sign * record[self.task.metric] < sign * best[self.task.metric]", "train/test_train_loop.py::TestRun"),

@@ -61,6 +61,17 @@ class TestAtomicFile:
         assert path.read_text() == "old"
         assert os.listdir(tmp_path) == ["file"]
 
+    def test_writers_with_the_same_process_id_do_not_mix(self, tmp_path):
+        """As on two machines that share a folder, or in two threads; the last to finish wins."""
+        path = tmp_path / "file"
+        with atomic_file(path) as first:
+            first.write("first")
+            with atomic_file(path) as second:
+                second.write("second, longer")
+            assert path.read_text() == "second, longer"
+        assert path.read_text() == "first"
+        assert os.listdir(tmp_path) == ["file"]
+
     def test_text_is_utf_8_in_any_locale(self, tmp_path):
         """Tables of results have ± in them, and their page says that it is in UTF-8."""
         code = (

@@ -35,7 +35,7 @@ __all__ = [
     "flow_maps",
     "replace_attention",
 ]
-_SUBPACKAGES = ("nn", "ops")  # not among the names of `import *`, which would replace torch's nn
+_SUBPACKAGES = ("nn", "ops")  # not in __all__: `from flowformer import *` would replace torch's nn
 _IN_NN = ("FlowAttention", "FlowMultiheadAttention", "replace_attention")
 
 

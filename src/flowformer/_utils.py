@@ -1,6 +1,6 @@
-"""Helpers that every layer may use: hints for misspelt names, argument checks, optional imports, atomic writes, commit.
+"""Helpers for the whole package: hints for misspelt names, argument checks, optional imports, atomic writes.
 
-This file imports the standard library only, and nothing slow: `import flowformer` pays for it.
+This module imports only the standard library, and nothing slow, since `import flowformer` imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 
 def suggestion(value: object, accepted: Iterable[str]) -> str:
-    """The nearest accepted name as a hint for an error message; empty where none is near.
+    """Return a hint with the most similar accepted name, for an error message; empty if no name is similar.
 
     >>> suggestion("softmx", ["linear", "softmax"])
     " (did you mean 'softmax'?)"
@@ -36,26 +36,32 @@ def check_choice(what: str, value: str, accepted: Collection[str]) -> None:
     """Raise unless the value is one of the accepted ones.
 
     Args:
-        what: the value is, as in "unknown recipe".
+        what: noun for the value in the error message, such as "recipe" in "unknown recipe".
     """
     if value not in accepted:
         raise ValueError(f"unknown {what} {value!r}{suggestion(value, accepted)}; accepted: {', '.join(accepted)}.")
 
 
 def check_literals(config: Any) -> None:
-    """Raise unless every field with a Literal type holds one of its values."""
+    """Raise unless every field of a dataclass with a Literal type holds one of its values."""
     for name, accepted in _literals(config.__class__).items():
         check_choice(name, getattr(config, name), accepted)
 
 
 @cache
 def _literals(kind: type) -> dict[str, tuple[str, ...]]:
-    """The values of each field with a Literal type; a table of runs builds thousands of configs of few classes."""
+    """Return the values of each field with a Literal type.
+
+    Cached by class: a table of runs builds thousands of configs of a few classes.
+    """
     return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
 
 
 def check_kinds(config: Any) -> None:
-    """Raise unless every field of type bool or int holds one: "no" on a command line would count as True."""
+    """Raise unless every field of type bool or int holds such a value.
+
+    Without the check, the string "no" from a command line would count as True.
+    """
     for name, hint in get_type_hints(config.__class__).items():
         value = getattr(config, name)
         if hint is bool and not isinstance(value, bool):
@@ -65,7 +71,7 @@ def check_kinds(config: Any) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number; a truth value is none."""
+    """Whether the value is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -73,7 +79,7 @@ def check_options(owner: str, options: Iterable[str], accepted: Collection[str])
     """Raise unless the names of all options are accepted.
 
     Args:
-        owner: what takes the options, as in "softmax attention has no option".
+        owner: subject of the error message, such as "softmax attention" in "softmax attention has no option".
     """
     for option in options:
         if option not in accepted:
@@ -91,7 +97,7 @@ def check_positive(**values: object) -> None:
 
 
 def check_between(low: float, high: float, **values: float) -> None:
-    """Raise unless each value is from low to high; NaN is not."""
+    """Raise unless low <= value <= high for each value; NaN raises too."""
     for name, value in values.items():
         if not low <= value <= high:
             accepted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
@@ -99,7 +105,7 @@ def check_between(low: float, high: float, **values: float) -> None:
 
 
 def optional_import(module: str, extra: str) -> Any:
-    """A module of an optional dependency, or an ImportError that names the extra which installs it."""
+    """Import a module of an optional dependency; raise an ImportError that names the extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -110,11 +116,13 @@ def optional_import(module: str, extra: str) -> Any:
 
 
 def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module some of whose public names have moved: they still work there, with a warning.
+    """Return a `__getattr__` for a module whose public names have moved.
+
+    It issues a DeprecationWarning and returns the object from its new module.
 
     Args:
-        module: its `__name__`.
-        homes: for each old name the new one, with its module.
+        module: `__name__` of the old module.
+        homes: the full new name of each old name, such as {"AWAC": "flowformer.train.methods.awac.AWAC"}.
     """
 
     def find(name: str) -> Any:
@@ -128,39 +136,41 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
-    """A file to write that replaces `path` when it is complete. Text is UTF-8, whatever the locale.
+    """Open a temporary file for writing that replaces `path` when the context ends without an exception.
 
-    Whenever the process or the machine stops, `path` has either its old content or all of the new one.
+    If the process or the machine stops, `path` has either its old content or all of the new content. Text is written as
+    UTF-8, whatever the locale.
 
     Args:
-        mode, options: as of `open`.
+        mode, options: passed to `open`.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # a random name: threads, and machines that share the folder, may have the same process id
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
-        with part.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
+        with temporary.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a whole file by `atomic_file`."""
+    """Replace the content of a file atomically; see `atomic_file`."""
     with atomic_file(path, "wb" if isinstance(content, bytes) else "w") as file:
         file.write(content)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or a ValueError that names it."""
+    """Read a JSON file; raise a ValueError that names the file if its content is not valid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -168,9 +178,9 @@ def read_json(path: Path) -> Any:
 
 
 def git_commit() -> str:
-    """The commit of the checkout that the package is run from, with a + if files differ from it.
+    """Return the abbreviated git commit of the checkout that the package runs from, with a + for uncommitted changes.
 
-    "unknown" for an installed package, even where that lies inside another repository.
+    Returns "unknown" for an installed package, even if it is installed inside another repository.
     """
     sources = Path(__file__).parents[1]
     if sources.name != "src" or not (sources.parent / ".git").exists():

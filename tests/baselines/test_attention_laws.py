@@ -71,6 +71,29 @@ def test_padded_sources_of_another_sequence(case):
     assert (result[3] == 0).all()
 
 
+# a query is also a key, and may be a source where it is masked as a query
+KEYS_ARE_QUERIES = {"reformer", "soft"}
+
+
+@pytest.mark.parametrize(
+    ("case", "is_causal"), [form for form in FORMS if BUILT[form.values[0]].name not in KEYS_ARE_QUERIES]
+)
+def test_masked_queries_may_be_nan(case, is_causal):
+    """Without a mask of keys; neither the result nor any gradient depends on what a masked query holds."""
+    module, mask = trained(case), padded_batch(9)
+    inputs = inputs_of(9, batch=4)
+
+    def masked(filling):
+        def attend(query, key, value):
+            query = torch.where(mask[:, None, :, None], query, filling)
+            return module(query, key, value, is_causal=is_causal, query_mask=mask)
+
+        return with_all_gradients(attend, module, inputs)
+
+    for value, truth in zip(masked(torch.nan), masked(1.0), strict=True):
+        close(value, truth)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("case", "is_causal"), FORMS)
 def test_no_source_gives_zero_and_no_gradient(case, is_causal, dtype):

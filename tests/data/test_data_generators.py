@@ -86,7 +86,7 @@ class TestListOps:
         draw, kept, trials = random.Random(0).random, 0, 20_000
         for _ in range(trials):
             tokens = []
-            listops._grow(draw, 1, tokens)
+            listops._append_expression(draw, 1, tokens)
             kept += 500 < len(tokens) < 2000
         assert abs(kept / trials - 0.083) < 4 * (0.083 * 0.917 / trials) ** 0.5
 
@@ -176,12 +176,12 @@ class TestPathfinder:
         stamp = pathfinder._stamp
 
         def spy(canvas, place, ink, contrast=1.0):
-            if ink is pathfinder._disc():
+            if ink is pathfinder._disc_stamp():
                 marks.append(place)
             stamp(canvas, place, ink, contrast)
 
         curves = []
-        targets = pathfinder._targets
+        targets = pathfinder._draw_targets
 
         def spied(*arguments):
             found = targets(*arguments)
@@ -190,7 +190,7 @@ class TestPathfinder:
             return found
 
         monkeypatch.setattr(pathfinder, "_stamp", spy)
-        monkeypatch.setattr(pathfinder, "_targets", spied)
+        monkeypatch.setattr(pathfinder, "_draw_targets", spied)
         state, starts = random.Random(2), []
         for _ in range(80):
             marks.clear(), curves.clear()

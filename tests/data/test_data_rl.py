@@ -58,6 +58,11 @@ class TestD4RL:
         ]
         assert (info.num_features, info.num_actions, info.max_length) == (4, 2, 3)
 
+    @pytest.mark.parametrize("window", [0, -1, 2.5])
+    def test_a_window_without_steps_is_refused(self, folder, window):
+        with pytest.raises(ValueError, match=f"window must be a positive whole number, got {window}"):
+            data.load("d4rl/hopper-medium-replay", folder, window=window, partial=True)
+
     def test_values(self, folder):
         train = data.load("d4rl/hopper-medium-replay", folder, window=3, partial=True).train
         raw = {key: torch.from_numpy(value[:STEPS]) for key, value in arrays().items()}
@@ -98,7 +103,7 @@ class TestD4RL:
         with pytest.raises(data.MissingDataError, match=r"hopper_medium_expert-v2\.hdf5"):
             data.load("d4rl/hopper-medium-expert", tmp_path)
 
-    @pytest.mark.parametrize("damage", ["cut", "short", "key", "endless", "text"])
+    @pytest.mark.parametrize("damage", ["cut", "short", "short timeouts", "key", "endless", "text"])
     def test_a_damaged_file_is_named(self, folder, damage):
         path = folder / "d4rl" / "hopper_medium_replay-v2.hdf5"
         content = arrays()
@@ -107,6 +112,8 @@ class TestD4RL:
                 path.write_bytes(path.read_bytes()[:-500])
             case "short":
                 write(path, content | {"actions": content["actions"][:-1]})
+            case "short timeouts":
+                write(path, content | {"timeouts": content["timeouts"][:-1]})
             case "key":
                 del content["timeouts"]
                 write(path, content)

@@ -64,6 +64,14 @@ def test_a_decoder_is_linearized_and_saved(model):
     assert "lora" in flowformer(*command, "--resume")
 
 
+def test_only_rank_0_saves_and_prints(model, monkeypatch):
+    """As under torchrun, where every rank runs the command and they would write the same files at the same time."""
+    command = ["linearize", model / "decoder", "--text", model / "text.txt", "--out", model / "run", *SHORT, "--json"]
+    monkeypatch.setenv("RANK", "1")
+    assert flowformer(*command) == ""
+    assert not (model / "run" / "model").exists()
+
+
 def test_an_encoder_learns_from_lines(model):
     command = ["linearize", model / "encoder", "--encoder", "--text", model / "text.txt", "--out", model / "run"]
     shown = flowformer(*command, *SHORT, "--eval", model / "more.txt")

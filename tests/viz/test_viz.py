@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from flowformer import viz
 from flowformer.models import DeiTConfig, FlowformerDeiT, FlowformerTimeSeries, TimeSeriesConfig
+from flowformer.viz.page import POINTS, results_page
 
 CURVES = """kind,shape,contestant,forward_ms,both_ms,device,dtype
 causal,B1 H2 N1024 d64,ours,1.5,4.0,H200,bfloat16
@@ -95,12 +98,23 @@ class TestTraining:
             viz.training_curves({"run": []})
 
 
+@pytest.mark.parametrize("updates", [2, 300, 301, 1000])
+def test_a_long_curve_of_the_page_ends_with_its_last_point(updates):
+    log = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, updates + 1)]
+    page = results_page("title", [], [{"name": "run", "facts": {}, "log": log}], {})
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    points = data["runs"][0]["curves"]["training loss"]
+    assert len(points) == -(-updates // -(-updates // POINTS)) <= POINTS
+    assert points == sorted(points)
+    assert points[-1] == [updates, 1 / updates]
+
+
 class TestOverTime:
     @staticmethod
     def figure(heads=2, layer=-1, mask=True):
         torch.manual_seed(0)
         sizes = {"embed_dim": 8, "num_heads": heads, "num_layers": 3, "mlp_dim": 8}
-        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes))
+        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes)).eval()
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.5)
         series, lengths = torch.randn(4, 9, 2), torch.tensor([[9], [4], [0], [7]])
@@ -138,6 +152,16 @@ class TestOverTime:
         lines = [axis for axis in drawn(figure) if len(axis.lines) == 2]
         assert [len(axis.lines[0].get_ydata()) for axis in lines] == ([9, 4, 7] if mask else [9] * 4)
         assert len(drawn(figure)) == 3 * len(there)
+
+    def test_a_model_in_training_stays_in_training(self):
+        """Drawing uses evaluation mode, without dropout, but does not switch dropout off for the next update."""
+        torch.manual_seed(0)
+        sizes = {"embed_dim": 8, "num_heads": 2, "num_layers": 1, "mlp_dim": 8}
+        model = FlowformerTimeSeries(TimeSeriesConfig(num_features=2, num_classes=2, max_length=9, **sizes))
+        series = torch.randn(1, 9, 2)
+        curves = [viz.over_time(model.train(mode), series).axes[1].lines[0].get_ydata() for mode in (False, True)]
+        assert (curves[0] == curves[1]).all()
+        assert model.training
 
     def test_a_layer_that_is_not_there(self):
         with pytest.raises(ValueError, match=r"the model has 3 layers; accepted: from -3 to 2, got 3"):

@@ -67,6 +67,17 @@ def test_series_have_a_curve_of_each_model():
     assert [panel.get_ylabel() for panel in figure.axes[2::2]] == list(ATTENTIONS)
 
 
+def test_padding_on_the_left_is_not_drawn():
+    series = torch.randn(1, 20, 3)
+    mask = torch.arange(20)[None] >= 8
+    compared = models(FlowformerTimeSeries, SERIES)
+    figure = compare_over_time(compared, series, mask)
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == series[0, 8:].T.tolist()
+    for panel, model in zip(figure.axes[1:], compared.values(), strict=True):
+        weights = source_weights(model, series, mask)[0, 8:]
+        torch.testing.assert_close(torch.tensor(panel.lines[0].get_ydata()), weights / weights.mean())
+
+
 def test_degeneracy_of_each_layer():
     found = degeneracies(models(FlowformerTimeSeries, SERIES), torch.randn(2, 20, 3))
     assert list(found) == list(ATTENTIONS)

@@ -1,4 +1,4 @@
-"""The attentions that Flow-Attention is compared with, by name, under the calling convention of `flow_attention`.
+"""The attentions that Flow-Attention is compared with, built by name and called like `flow_attention`.
 
 Methods without attention, such as DTW or AWAC, are in `flowformer.train.methods`.
 """

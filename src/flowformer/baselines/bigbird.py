@@ -1,6 +1,6 @@
 """BigBird: random blocks, a window of blocks, and two global blocks. O(N·(window + random + 2)·C).
 
-Shapes: B batch, H heads, N tokens, D features, T blocks of C tokens, A blocks that a block sees.
+Shapes: B batch, H heads, N tokens, D features, T blocks of C tokens, A blocks that a block of queries attends to.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .tokens import check_length, required_length
 class BigBirdAttention(BlockMechanism):
     """Block-sparse attention (Zaheer et al., 2020), the form without extra tokens.
 
-    A block of queries sees the blocks around it, some random ones, and the first and the last block, which see every
-    token. The random blocks are distinct from these; they are drawn once per head, at construction, and are part
-    of the state dict.
+    A block of queries attends to the blocks around it, to some random blocks, and to the first and the last block. The
+    first and the last block are global: their queries attend to every token. The random blocks are distinct from the
+    others; they are drawn once for each head, at construction, and saved in the state dict.
 
     Args:
-        num_heads, max_length: heads, and the longest sequence: there is a draw for every head and block.
-        block: tokens of a block, C.
-        window: blocks of the window, odd, with the block of the queries in the middle.
-        random: random blocks per block.
+        num_heads, max_length: number of heads and longest sequence; random blocks are drawn for each head and block.
+        block: C, number of tokens of a block.
+        window: number of blocks of the window, odd, with the block of the queries in the middle.
+        random: number of random blocks for each block of queries.
 
     >>> x = torch.randn(1, 2, 20, 4)
     >>> BigBirdAttention(num_heads=2, max_length=20, block=2)(x, x, x).shape
@@ -60,7 +60,7 @@ class BigBirdAttention(BlockMechanism):
         self.block = block
         self.window = window
         self.random = random
-        # integers, so that module.to(dtype) does not round them
+        # integers instead of floats in [0, 1), since module.to(dtype) would round floats
         shape = num_heads, count_blocks(self.max_length, block), random
         self.register_buffer("draws", torch.randint(2**31, shape))
 
@@ -74,6 +74,7 @@ class BigBirdAttention(BlockMechanism):
         seen = s_near.mT & is_counted.repeat_interleave(self.block, -1)[..., None, :]
         result = softmax_blocks(q, gather_blocks(k, near), gather_blocks(v, near), seen)
 
+        # replace the rows of the first and the last block, which attend to every token
         ends = torch.stack([torch.zeros_like(last), last], -1).expand(-1, q.shape[1], -1, -1)  # (B, H, 1, 2)
         rows = softmax_blocks(gather_blocks(q, ends), key[:, :, None], value[:, :, None], sources[:, :, None].mT)
         first_rows, last_rows = rows.chunk(2, 3)
@@ -82,30 +83,32 @@ class BigBirdAttention(BlockMechanism):
         return join(result, query.shape[2])
 
     def blocks_seen(self, blocks: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Which blocks each block sees, (B, H, T, A), and which of these count, so that none counts twice.
+        """Return the indices of the blocks that each block attends to, (B, H, T, A), and a mask of the valid ones.
+
+        The mask, of the same shape, excludes blocks outside the sequence and duplicates.
 
         Args:
-            blocks: (T,), the blocks of queries.
-            last: (B, 1, 1), the last block of each sequence.
+            blocks: (T,), indices of the blocks of queries.
+            last: (B, 1, 1), index of the last block of each sequence.
         """
         reach, inner = self.window // 2, last - 1  # the blocks that are not global are 1 … inner
         ends = [torch.zeros_like(last), last]
-        around = [blocks + offset for offset in range(-reach, reach + 1)]
-        seen = ends + around
-        counts = [torch.ones_like(last, dtype=torch.bool)] * 2 + [(block >= 1) & (block <= inner) for block in around]
+        window = [blocks + offset for offset in range(-reach, reach + 1)]
+        seen = ends + window
+        counts = [torch.ones_like(last, dtype=torch.bool)] * 2 + [(block >= 1) & (block <= inner) for block in window]
 
         low, high = (blocks - reach).clamp_min(1), torch.minimum(blocks + reach, inner)
         width = (high - low + 1).clamp_min(0)
         others = inner - width
-        taken: list[Tensor] = []
+        drawn: list[Tensor] = []
         for nth, draw in enumerate(self.draws[:, : len(blocks)].unbind(-1)):
-            rank = draw % (others - nth).clamp_min(1)
-            # ranks are among the blocks not yet taken: step over those that are
-            for earlier in torch.stack(taken, -1).sort(-1).values.unbind(-1) if taken else ():
-                rank = rank + (rank >= earlier)
-            taken.append(rank)
-            seen.append(torch.where(rank + 1 >= low, rank + 1 + width, rank + 1))
+            # an index among the blocks outside the window that were not drawn before; then skip the drawn ones
+            index = draw % (others - nth).clamp_min(1)
+            for earlier in torch.stack(drawn, -1).sort(-1).values.unbind(-1) if drawn else ():
+                index = index + (index >= earlier)
+            drawn.append(index)
+            seen.append(torch.where(index + 1 >= low, index + 1 + width, index + 1))
             counts.append(others > nth)
         shape = last.shape[0], self.draws.shape[0], len(blocks)
-        numbers, is_counted = (torch.stack([x.expand(shape) for x in part], -1) for part in (seen, counts))
-        return numbers.clamp(0, len(blocks) - 1), is_counted
+        indices, is_counted = (torch.stack([x.expand(shape) for x in part], -1) for part in (seen, counts))
+        return indices.clamp(0, len(blocks) - 1), is_counted

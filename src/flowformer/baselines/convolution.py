@@ -1,4 +1,4 @@
-"""A depth-wise convolution of the values along the sequence, which some mechanisms add to their result.
+"""Depth-wise convolution of the values along the sequence, which some mechanisms add to their result.
 
 Shapes: B batch, H heads, N tokens, E values.
 """
@@ -13,7 +13,7 @@ from .tokens import packed, unpacked, valid
 
 
 def convolution_weight(num_heads: int | None, width: int) -> nn.Parameter:
-    """One kernel for each head, (H, 1, width, 1)."""
+    """Return a parameter with one convolution kernel per head, (H, 1, width, 1)."""
     if num_heads is None:
         raise ValueError("a convolution has a kernel for each head; pass num_heads.")
     if width < 1 or width % 2 == 0:
@@ -24,7 +24,16 @@ def convolution_weight(num_heads: int | None, width: int) -> nn.Parameter:
 
 
 def convolve(value: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-    """The values (B, H, N, E), 0 where masked, convolved among the tokens that take part; 0 where masked."""
+    """Convolve values (B, H, N, E) along the sequence, skipping masked tokens.
+
+    Args:
+        value: 0 where masked.
+        weight: see `convolution_weight`.
+        mask: (B, N) bool, True = takes part.
+
+    Returns:
+        (B, H, N, E), 0 where masked.
+    """
     weight = weight.to(value.dtype)
-    near = F.conv2d(packed(value, mask), weight, padding=(weight.shape[2] // 2, 0), groups=value.shape[1])
-    return valid(unpacked(near, mask), mask)
+    convolved = F.conv2d(packed(value, mask), weight, padding=(weight.shape[2] // 2, 0), groups=value.shape[1])
+    return valid(unpacked(convolved, mask), mask)

@@ -1,4 +1,4 @@
-"""cosFormer: ReLU features weighted by the distance of the tokens. Linear in time and memory.
+"""cosFormer: ReLU features with weights that decrease with the distance of tokens. Linear in time and memory.
 
 Shapes: B batch, H heads, N queries, M keys, D features.
 """
@@ -20,12 +20,12 @@ from .tokens import check_length, positions, required_length, valid
 class CosformerAttention(Mechanism):
     """cosFormer (Qin et al., 2022): weights ReLU(q_i)·ReLU(k_j) cos(π/2 · (i − j)/L), normalised by their sum.
 
-    The cosine of a difference is a product of cosines plus one of sines, so it splits into 2·D features. Positions i
-    and j count the tokens that take part.
+    Since cos(a − b) = cos a cos b + sin a sin b, this is linear attention with 2·D features. Positions i and j count
+    only the tokens that take part.
 
     Args:
-        max_length: L, for which the paper takes the longest sequence. It is fixed here, so that the past of a causal
-            sequence does not depend on how long it grows.
+        max_length: L, for which the paper uses the longest sequence. It is fixed here, so that results for the first
+            tokens of a causal sequence do not depend on its final length.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> CosformerAttention(max_length=8)(x, x, x, is_causal=True).shape
@@ -34,7 +34,7 @@ class CosformerAttention(Mechanism):
 
     name = "cosformer"
     linear = True
-    eps = 1e-6  # least normaliser, as published
+    eps = 1e-6  # lower bound of the normaliser, as published
 
     def __init__(self, *, max_length: int | None = None, **sizes: int | None) -> None:
         super().__init__(**sizes)
@@ -42,7 +42,8 @@ class CosformerAttention(Mechanism):
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         check_length(self.name, self.max_length, query, key)
-        q = self._features(query, key_mask if is_causal else query_mask)
+        # in causal attention, queries and keys are the same tokens: positions count the valid keys
+        q = self._features(valid(query, query_mask), key_mask if is_causal else query_mask)
         k, v = self._features(key, key_mask), F.pad(valid(value, key_mask), (0, 1), value=1.0)
         product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
         return (product[..., :-1] / product[..., -1:].clamp_min(self.eps)).to(query.dtype)

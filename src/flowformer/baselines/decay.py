@@ -1,4 +1,4 @@
-"""A causal product with exponential decay, computed in chunks.
+"""Causal linear attention with exponential decay, computed in chunks.
 
 Shapes: B batch, H heads, N tokens, D features, E values, T chunks of C tokens.
 """
@@ -13,9 +13,14 @@ from .linear import CHUNK
 
 
 def decayed_product(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """q_t · S_t with S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t, for q, k (B, H, N, D), v (B, H, N, E), decay (B, H, N).
+    """Return q_t · S_t for the state S_t = exp(log_decay_t) S_{t−1} + k_tᵀ v_t, (B, H, N, E).
 
-    The decay is at most 0. It is summed within chunks only, where sums stay small and their differences accurate.
+    Log decays are summed only within a chunk: sums over the whole sequence would be large, and their differences
+    inaccurate.
+
+    Args:
+        q, k, v: (B, H, N, D), (B, H, N, D) and (B, H, N, E).
+        log_decay: (B, H, N), at most 0.
     """
     length = q.shape[2]
     chunk = min(CHUNK, max(length, 1))
@@ -26,9 +31,9 @@ def decayed_product(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tenso
     inside = (log[..., :, None] - log[..., None, :]).masked_fill(later, -torch.inf).exp()  # (B, H, T, C, C)
     end = log[..., -1:]
     memory = (k * (end - log).exp()[..., None]).mT @ v  # (B, H, T, D, E)
-    state, before = torch.zeros_like(memory[:, :, 0]), []
-    for kept, added in zip(end.exp()[..., None].unbind(2), memory.unbind(2), strict=True):
-        before.append(state)
-        state = kept * state + added
-    result = (q @ k.mT * inside) @ v + (q * log.exp()[..., None]) @ torch.stack(before, 2)
+    state, states = torch.zeros_like(memory[:, :, 0]), []  # states before each chunk
+    for decay, added in zip(end.exp()[..., None].unbind(2), memory.unbind(2), strict=True):
+        states.append(state)
+        state = decay * state + added
+    result = (q @ k.mT * inside) @ v + (q * log.exp()[..., None]) @ torch.stack(states, 2)
     return result.flatten(2, 3)[:, :, :length]

@@ -1,4 +1,4 @@
-"""Random directions for random features and hashes, which a state dict reproduces, later draws included."""
+"""Random directions for random features and hashes; a state dict reproduces them and all later draws."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from .._utils import check_positive
 
 
 class RandomDirections(nn.Module):
-    """Gaussian vectors (G, F, D), orthogonal to one another in blocks of D; calling the module gives them.
+    """Gaussian vectors (G, F, D), returned by `forward`; each block of D vectors of a group is orthogonal.
 
-    The first draw takes its seed from torch's random numbers, so that layers differ and `torch.manual_seed` repeats
-    them. The seed of the next draw is a buffer: a module loaded from a state dict continues like the saved one.
+    The seed of the first draw comes from torch's global generator, so that layers differ and `torch.manual_seed` makes
+    them reproducible. The seed of the next draw is a buffer, so that a module loaded from a state dict makes the same
+    draws as the saved one.
 
     Args:
-        groups: G, independent sets of directions.
-        features: F, directions in a set.
-        dim: D.
-        redraw_every: calls in training mode between draws; None keeps the first. With gradient checkpointing, a layer
-            that runs several times an update needs a multiple of that many.
+        groups: G, number of independent sets of directions.
+        features: F, number of directions in a set.
+        dim: D, dimension of a direction.
+        redraw_every: number of calls in training mode between draws; None keeps the first draw. With gradient
+            checkpointing, a layer that runs n times per update needs a multiple of n.
 
     >>> directions = RandomDirections(2, 5, 4)
     >>> directions.redraw()
@@ -46,7 +47,8 @@ class RandomDirections(nn.Module):
             self.redraw()
 
     def forward(self) -> Tensor:
-        # gradient checkpointing runs the layer again in the backward pass, which must see the same directions
+        # Do not count or redraw during a backward pass (graph task id other than -1): gradient checkpointing recomputes
+        # the layer there and needs the directions of the forward pass.
         if self.training and self.redraw_every is not None and torch._C._current_graph_task_id() == -1:
             if self.calls and self.calls % self.redraw_every == 0:
                 self.redraw()
@@ -55,7 +57,7 @@ class RandomDirections(nn.Module):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Takes the next draw."""
+        """Draw new directions."""
         groups, features, dim = self.vectors.shape
         generator = torch.Generator().manual_seed(int(self.seed))
         normal = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
@@ -64,7 +66,7 @@ class RandomDirections(nn.Module):
         # fix the signs of QR, so that the rotation is uniformly distributed
         rotations = rotations * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         rotations = rotations.mT.flatten(1, 2)[:, :features]
-        # rows of a rotation have length 1: scale them to the lengths of Gaussian vectors
+        # rows of a rotation have length 1: scale them to lengths of independent Gaussian vectors
         lengths = normal(groups, features, dim).norm(dim=-1)
         # a new tensor: the backward pass of an earlier call may still need the old one
         self.vectors = (rotations * lengths[..., None]).to(self.vectors)

@@ -14,15 +14,15 @@ from .tokens import check_length, packed, required_length, valid
 
 @register
 class LinformerAttention(Mechanism):
-    """Linformer (Wang et al., 2020), its projection shared by all heads.
+    """Linformer (Wang et al., 2020) with one projection E for all heads.
 
-    A token is projected by the row of its position among those that take part, so padding on either side changes
-    nothing. A projection mixes all positions: there is no causal form.
+    The row of E for a token is its position among the tokens that take part, so that padding on either side does not
+    change the result. There is no causal form, since the projection mixes all positions.
 
     Args:
-        max_length: rows of E, the most keys that can be attended to.
-        rank: columns of E; LRA's released code has 16.
-        shared: whether keys and values share E, as in LRA.
+        max_length: number of rows of E, the maximum number of keys.
+        rank: number of columns of E; LRA's released code uses 16.
+        shared: use the same E for keys and values, as in LRA.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> LinformerAttention(max_length=8)(x, x, x).shape

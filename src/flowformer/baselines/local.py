@@ -1,4 +1,4 @@
-"""Local attention: softmax(QKᵀ/√d) V inside windows that do not overlap. O(N·C) for windows of C tokens.
+"""Local attention: softmax(QKᵀ/√d) V within non-overlapping windows. O(N·C) for windows of C tokens.
 
 Shapes: B batch, H heads, N tokens, D features, T windows of C tokens.
 """
@@ -14,10 +14,10 @@ from .registry import register
 
 @register
 class LocalAttention(BlockMechanism):
-    """Attention inside contiguous windows, the local baseline of the Long-Range Arena (Tay et al., 2021).
+    """Attention within contiguous windows, the local baseline of the Long-Range Arena (Tay et al., 2021).
 
     Args:
-        window: tokens of a window, C.
+        window: C, number of tokens of a window.
 
     >>> import torch
     >>> x = torch.randn(1, 2, 5, 4)

@@ -1,4 +1,6 @@
-"""Longformer: a sliding window, and a few global tokens that see all and are seen by all. O(N·(window + global)).
+"""Longformer: a sliding window, and a few global tokens that all tokens attend to and that attend to all tokens.
+
+O(N·(window + global)) time.
 
 Shapes: B batch, H heads, N tokens, D features, G global tokens, T blocks of C = window / 2 tokens.
 """
@@ -17,12 +19,13 @@ from .registry import register
 class LongformerAttention(BlockMechanism):
     """Sliding-window attention with global tokens (Beltagy et al., 2020).
 
-    Token i sees the tokens j with |i − j| ≤ window / 2, and the first `global_tokens`, which see every token. Causal,
-    all of them see only the past. Heads come here projected, so global tokens have no projections of their own.
+    Token i attends to the tokens j with |i − j| ≤ window / 2 and to the first `global_tokens` tokens; these are global
+    and attend to every token. With `is_causal`, every token attends only to itself and earlier tokens. Unlike in the
+    paper, global tokens share the projections of the others, since a mechanism gets projected heads.
 
     Args:
-        window: even; half of it on each side. 512 is also the setting of the Long-Range Arena.
-        global_tokens: how many of the first tokens are global: 1 is a class token. The Long-Range Arena has 0.
+        window: even, half of it on each side. The default is also the setting of the Long-Range Arena.
+        global_tokens: number of global tokens at the start; 1 for a class token. The Long-Range Arena uses 0.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> LongformerAttention(window=2)(x, x, x, is_causal=True).shape
@@ -44,11 +47,11 @@ class LongformerAttention(BlockMechanism):
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         length, count = query.shape[2], min(self.global_tokens, query.shape[2])
-        reach = min(self.window // 2, length)  # beyond the sequence is nothing to see
+        reach = min(self.window // 2, length)
         before = int(length > reach)
         after = 0 if is_causal else before
         positions = torch.arange(length, device=query.device)
-        # a global token within the window is seen once, as a global one
+        # exclude global tokens from the window: they are added below and must not count twice
         within = sources & (positions >= count)[:, None]
         q, k, v, within = (split(x, reach) for x in (query, key, value, within))  # (B, H, T, C, …)
         k, v, within = (neighbours(x, before, after) for x in (k, v, within))
@@ -57,15 +60,15 @@ class LongformerAttention(BlockMechanism):
         if is_causal:
             seen = seen & (offset <= 0)
 
-        # every global token is in the past of the others, which these blocks are for: no causal mask here
-        every = sources[:, :, None].mT  # (B, 1, 1, 1, N)
+        # No causal mask for global tokens: they precede all others, and the rows of global queries are replaced below.
+        all_sources = sources[:, :, None].mT  # (B, 1, 1, 1, N)
         k, v = (
             torch.cat([x[:, :, None, :count].expand(-1, -1, y.shape[2], -1, -1), y], 3)
             for x, y in ((key, k), (value, v))
         )
-        seen = torch.cat([every[..., :count].expand(*seen.shape[:-1], -1), seen], -1)
+        seen = torch.cat([all_sources[..., :count].expand(*seen.shape[:-1], -1), seen], -1)
         result = join(softmax_blocks(q, k, v, seen), length)
         if is_causal:
-            every = every & (positions <= positions[:count, None])
-        first = softmax_blocks(query[:, :, None, :count], key[:, :, None], value[:, :, None], every)[:, :, 0]
-        return torch.cat([first, result[:, :, count:]], 2)
+            all_sources = all_sources & (positions <= positions[:count, None])
+        global_rows = softmax_blocks(query[:, :, None, :count], key[:, :, None], value[:, :, None], all_sources)
+        return torch.cat([global_rows[:, :, 0], result[:, :, count:]], 2)

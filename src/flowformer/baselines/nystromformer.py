@@ -1,4 +1,4 @@
-"""Nyströmformer: softmax attention through landmarks. Linear in time and memory.
+"""Nyströmformer: softmax attention approximated with landmarks. Linear in time and memory.
 
 Shapes: B batch, H heads, N queries, M keys, D features, L landmarks.
 """
@@ -16,16 +16,16 @@ from .tokens import masked_softmax, segment_means, valid
 
 @register
 class NystromformerAttention(Mechanism):
-    """Nyströmformer (Xiong et al., 2021): softmax(Q K̃ᵀ) softmax(Q̃ K̃ᵀ)⁺ softmax(Q̃ Kᵀ) V, all products over √d.
+    """Nyströmformer (Xiong et al., 2021): softmax(Q K̃ᵀ) softmax(Q̃ K̃ᵀ)⁺ softmax(Q̃ Kᵀ) V, all logits divided by √d.
 
     Landmarks Q̃ and K̃ are the means of consecutive segments of the valid tokens. The pseudo-inverse is approximated by
     a few Newton–Schulz steps. With as many landmarks as tokens and enough steps, this is softmax attention.
 
     Args:
-        landmarks: L. A shorter sequence has a landmark for each token.
-        steps: of the pseudo-inverse.
-        convolution: the odd width of a depth-wise convolution of the values along the sequence, added to the result, or
-            None for none.
+        landmarks: L; a sequence of fewer tokens has one landmark per token.
+        steps: number of iterations for the pseudo-inverse.
+        convolution: odd width of a depth-wise convolution of the values along the sequence that is added to the result;
+            None adds nothing.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> NystromformerAttention(num_heads=2)(x, x, x).shape
@@ -61,9 +61,13 @@ class NystromformerAttention(Mechanism):
 
 
 def pseudo_inverse(matrix: Tensor, steps: int) -> Tensor:
-    """A⁺ of (…, L, L) by Newton–Schulz of third order; rows and columns of zeros stay out of it."""
-    size = matrix.abs()
-    bound = size.sum(-1).amax(-1) * size.sum(-2).amax(-1)  # ‖A‖∞ ‖A‖₁, of each matrix, whatever else is in the batch
+    """Approximate the pseudo-inverse of (…, L, L) by a third-order Newton–Schulz iteration.
+
+    Rows and columns of zeros, which empty landmarks have, remain zero.
+    """
+    absolute = matrix.abs()
+    # ‖A‖∞ ‖A‖₁ of each matrix, not of the batch: a result must not depend on the other sequences
+    bound = absolute.sum(-1).amax(-1) * absolute.sum(-2).amax(-1)
     inverse = matrix.mT / bound.clamp_min(torch.finfo(matrix.dtype).tiny)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(steps):

@@ -1,6 +1,8 @@
-"""Performer: softmax attention by random features, or by ReLU features as in LRA. Linear in time and memory.
+"""Performer: linear attention with random features that approximate softmax, or with ReLU features as in LRA.
 
-Shapes: B batch, H heads, N queries, M keys, D features of a head, R random features.
+Linear in time and memory.
+
+Shapes: B batch, H heads, N queries, M keys, D features of a head, E values, R random features, T chunks of C tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from .tokens import valid
 class PerformerAttention(Mechanism):
     """FAVOR+ (Choromanski et al., 2021): features φ(x)_r = exp(ω_r·x − ‖x‖²/2) of queries and keys divided by d^¼.
 
-    φ(q)·φ(k) is exp(q·k/√d) on average over the random directions ω, orthogonal to one another and shared by all heads.
+    The expectation of φ(q)·φ(k) over the random directions ω is proportional to exp(q·k/√d). The directions are
+    orthogonal to one another and shared by all heads.
 
-    Exponents are taken relative to maxima, which cancel: those of keys to the maximum of each feature over the keys
-    that a query sees, those of a query to its maximum after that of the keys is added. The normaliser is then at least
-    1, and the small constant that released code adds to every feature is needless.
+    For stability, maxima are subtracted from the exponents; they cancel in the normalisation. From the exponents of the
+    keys we subtract the maximum of each feature over the keys that a query attends to, which is added to the exponents
+    of the query, and from these their maximum over the features. The normaliser is then at least 1, so the small
+    constant that the released code adds to every feature is not needed.
 
     Args:
-        features: R.
-        redraw_every: calls in training mode between draws of the directions, such as 1000; None keeps the first.
+        features: R, number of random features.
+        redraw_every: number of calls in training mode between draws of the directions, such as 1000; None keeps the
+            first draw.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> performer = PerformerAttention(head_dim=4)
@@ -54,24 +59,24 @@ class PerformerAttention(Mechanism):
         q, k = (exponents(valid(x, mask), directions) for x, mask in ((query, query_mask), (key, key_mask)))
         if key_mask is not None:
             k = k.masked_fill(~key_mask[:, None, :, None], torch.finfo(k.dtype).min)
-        # the last column sums to the normaliser
+        # the column of ones gives the normaliser
         v = valid(F.pad(value, (0, 1), value=1.0), key_mask)
         product = causal_exponential_product(q, k, v) if is_causal else exponential_product(q, k, v)
-        # 0 only if there is no source
+        # the normaliser is 0 only for a query without sources
         normaliser = product[..., -1:].clamp_min(torch.finfo(product.dtype).tiny)
         return (product[..., :-1] / normaliser).to(query.dtype)
 
 
 def exponents(x: Tensor, directions: Tensor) -> Tensor:
-    """ω_r·x − ‖x‖²/2 of x divided by d^¼, (B, H, N, R), for directions ω (R, D)."""
+    """Return ω_r·x̃ − ‖x̃‖²/2 with x̃ = x / d^¼, (B, H, N, R), for directions ω (R, D)."""
     x = x * x.shape[-1] ** -0.25
     return x @ directions.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
 
 
 def exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """Σ_m Σ_r exp(a_nr + b_mr) v_m for a (B, H, N, R), b (B, H, M, R), v (B, H, M, E), each row n times a constant.
+    """Return c_n Σ_m Σ_r exp(a_nr + b_mr) v_m for a (B, H, N, R), b (B, H, M, R), v (B, H, M, E).
 
-    The constant makes the largest exp(a_nr + b_mr) of a row 1.
+    The constant c_n of each row makes its largest c_n exp(a_nr + b_mr) equal to 1.
     """
     highest = b.detach().amax(2, keepdim=True)
     a = a + highest
@@ -79,10 +84,11 @@ def exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
 
 
 def causal_exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    """`exponential_product` over the sources m ≤ n.
+    """Return `exponential_product` with the sum over sources m ≤ n only.
 
-    Chunks of C tokens see the chunks before them through a state. A chunk is halved again and again: its second half
-    sees the first through a product, so that no maximum includes a later token.
+    Earlier chunks contribute through a running state. Within a chunk, a matrix product gives the contribution of the
+    first half to the second half, and each half is divided again in the same way: no maximum of keys then includes a
+    key after the query.
     """
     length = a.shape[2]
     chunk = min(CHUNK, 1 << max(length - 1, 0).bit_length())
@@ -94,9 +100,9 @@ def causal_exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
 
     memory = (b - after[..., None, :]).exp().mT @ v  # (B, H, T, R, E)
     state, states = torch.zeros_like(memory[:, :, 0]), []
-    for kept, added in zip((before - after).exp()[..., None].unbind(2), memory.unbind(2), strict=True):
+    for decay, added in zip((before - after).exp()[..., None].unbind(2), memory.unbind(2), strict=True):
         states.append(state)
-        state = kept * state + added
+        state = decay * state + added
     result = (a + before[..., None, :]).exp() @ torch.stack(states, 2) + (a + b).exp().sum(-1, keepdim=True) * v
     half = chunk // 2
     while half:
@@ -111,7 +117,7 @@ def causal_exponential_product(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
 
 @register
 class PerformerReluAttention(Mechanism):
-    """The deterministic form of LRA's released code: φ(x) = ReLU(x) + 1e-3, without random directions or scaling.
+    """The deterministic variant in LRA's released code: φ(x) = ReLU(x) + 1e-3, without random directions or scaling.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> PerformerReluAttention()(x, x, x).shape
@@ -120,12 +126,12 @@ class PerformerReluAttention(Mechanism):
 
     name = "performer-relu"
     linear = True
-    eps = 1e-3  # of every feature, as published
+    eps = 1e-3  # added to every feature, as published
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         q, k = valid(query, query_mask).relu() + self.eps, valid(valid(key, key_mask).relu() + self.eps, key_mask)
         v = F.pad(valid(value, key_mask), (0, 1), value=1.0)
         product = causal_product(q, k, v) if is_causal else q @ (k.mT @ v)
-        # only a query with no source has a sum below that of two features of 1e-3
+        # products of features are at least eps², so only the sum of a query without sources is smaller
         normaliser = product[..., -1:].clamp_min(self.eps**2)
         return (product[..., :-1] / normaliser).to(query.dtype)

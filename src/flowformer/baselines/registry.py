@@ -1,4 +1,4 @@
-"""The registry of rival attentions: their capabilities, and how to build one by name."""
+"""The registry of rival attentions: the base class `Mechanism`, and functions to list and build them by name."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Mechanism(nn.Module):
     """
 
     name: ClassVar[str]
-    # capabilities of the class; an option of an instance may remove one
+    # capabilities; an instance may lose one through its options
     bidirectional: bool = True
     causal: bool = True
     masks: bool = True
     cross: bool = True  # queries and keys may differ in number
     linear: bool = False  # time and memory grow (nearly) linearly with the length
-    # which of query and key the result depends on; modules build no projection of the other
+    # those of query and key that the result depends on; attention modules create no projection for the others
     reads: tuple[str, ...] = ("query", "key")
 
     def __init__(
         self, *, num_heads: int | None = None, head_dim: int | None = None, max_length: int | None = None
     ) -> None:
-        """`build` passes all sizes to every rival: a subclass takes those it needs and passes the others on."""
+        """Accept all sizes, since `build` passes them to every rival: a subclass uses some and passes the others on."""
         super().__init__()
 
     def forward(
@@ -46,50 +46,52 @@ class Mechanism(nn.Module):
         query_mask: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        return self._checked(self.attend, query, key, value, is_causal, query_mask, key_mask)
+        return self._checked_call(self.attend, query, key, value, is_causal, query_mask, key_mask)
 
     def weigh(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """The attention matrix times the values, before any step that is not linear in the values.
+        """Return the attention matrix times the values, before any step that is not linear in the values.
 
         Args: as for `forward`.
         """
-        return self._checked(self.weighted, query, key, value, **options)
+        return self._checked_call(self.weighted, query, key, value, **options)
 
-    def _checked(self, attend, query, key, value, is_causal: bool = False, query_mask=None, key_mask=None) -> Tensor:
-        """What `attend` gives for inputs that this mechanism can take; raises on others."""
+    def _checked_call(
+        self, attend, query, key, value, is_causal: bool = False, query_mask=None, key_mask=None
+    ) -> Tensor:
+        """Call `attend` after checking that this mechanism supports the inputs; raise if it does not."""
         query, key, value = attention_inputs(query, key, value, enable_gqa=False)
         attention_masks(query, key, query_mask, key_mask)
         if is_causal:
             causal_lengths(query, key)
-        wanted = {
+        requested = {
             "bidirectional": not is_causal,
             "causal": is_causal,
             "masks": query_mask is not None or key_mask is not None,
             "cross": query.shape[2] != key.shape[2],
         }
-        missing = [ability for ability, asked in wanted.items() if asked and not getattr(self, ability)]
+        missing = [ability for ability, is_needed in requested.items() if is_needed and not getattr(self, ability)]
         if missing:
-            able = [name for name in names() if all(getattr(get(name), ability) for ability in missing)]
-            able = [name for name in able if name != self.name]
+            others = [name for name in names() if all(getattr(get(name), ability) for ability in missing)]
+            others = [name for name in others if name != self.name]
             raise NotImplementedError(
-                f"{self.name} attention does not support: {', '.join(missing)}. These do: {', '.join(able)}."
+                f"{self.name} attention does not support: {', '.join(missing)}. These do: {', '.join(others)}."
             )
         if query.shape[2] == 0 or key.shape[2] == 0:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
-        # sums over many tokens need more precision than autocast would use
+        # without autocast, which would compute the sums over many tokens in low precision
         device = query.device.type
         with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             result = attend(query, key, value, is_causal, query_mask, key_mask)
         return result if query_mask is None else result.masked_fill(~query_mask[:, None, :, None], 0)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        """The result, (B, H, N, E); rows that are masked may hold anything finite."""
+        """Return the result, (B, H, N, E); rows of masked queries may have any finite values."""
         raise NotImplementedError
 
     def weighted(
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
-        """The result of `weigh`, like `attend`; the same as `attend` unless overridden."""
+        """Return the result of `weigh` for checked inputs. Override it if `attend` is not linear in the values."""
         return self.attend(query, key, value, is_causal, query_mask, key_mask)
 
 
@@ -98,12 +100,13 @@ _M = TypeVar("_M", bound=type[Mechanism])
 
 
 def register(mechanism: _M) -> _M:
+    """Add a class to the registry under its `name`; a class decorator."""
     _REGISTRY[mechanism.name] = mechanism
     return mechanism
 
 
 def names() -> list[str]:
-    """What `build` accepts.
+    """List the names that `build` accepts.
 
     >>> "softmax" in names()
     True
@@ -112,13 +115,13 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[Mechanism]:
-    """The class of a rival attention, which says what it can do."""
+    """Return the class of a rival attention; its attributes are the capabilities."""
     check_choice("attention", name, names())
     return _REGISTRY[name]
 
 
 def capabilities() -> str:
-    """What each rival can do, as a table in markdown."""
+    """Return a Markdown table of the capabilities of each rival."""
     abilities = ("bidirectional", "causal", "masks", "cross", "linear")
     lines = [f"| attention | {' | '.join(abilities)} |", "| --- " * (1 + len(abilities)) + "|"]
     for name in names():
@@ -128,7 +131,7 @@ def capabilities() -> str:
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
-    """The options of a rival besides its sizes, with types and defaults.
+    """Return the options of a rival besides its sizes, with their types and defaults.
 
     >>> {option: parameter.default for option, parameter in options("linformer").items()}
     {'rank': 256, 'shared': True}
@@ -143,12 +146,12 @@ def options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def build(name: str, *, num_heads: int, head_dim: int, max_length: int | None = None, **chosen) -> Mechanism:
-    """A rival attention by name.
+    """Build a rival attention by name.
 
     Args:
-        num_heads, head_dim: H and D, for those with parameters.
-        max_length: the longest sequence, for those whose parameters depend on it.
-        chosen: some of the `options` of the rival.
+        num_heads, head_dim: H and D, used by rivals with parameters.
+        max_length: longest sequence, required by rivals whose parameters depend on it.
+        chosen: values for some of the rival's `options`.
 
     >>> build("linformer", num_heads=4, head_dim=8, max_length=100, rank=16).projection.shape
     torch.Size([1, 100, 16])

@@ -1,6 +1,6 @@
-"""Sparse Sinkhorn attention: a block sees itself and the block that a learned, doubly stochastic sort puts beside it.
+"""Sparse Sinkhorn attention: a block attends to itself and to a mixture of blocks given by a learned soft permutation.
 
-O(N·2C) for the attention and (N/C)² for the sort of blocks of C tokens.
+O(N·2C) for the attention and (N/C)² for the sorting of blocks of C tokens.
 Shapes: B batch, H heads, N tokens, D features, T blocks of C tokens.
 """
 
@@ -20,16 +20,18 @@ from .tokens import check_length, required_length
 class SinkhornAttention(BlockMechanism):
     """Sinkhorn attention (Tay et al., 2020).
 
-    Each block is described by the sum of its keys, x. A sorter per head, relu(x W₁) W₂, scores every block to put
-    beside it; Sinkhorn normalisation turns the scores into a soft permutation R of the blocks. Queries of block t
-    attend in one softmax to the tokens of block t and to those of Σ_s R_ts · block s. While training, the scores take
-    Gumbel noise, as published. R is normalised over later blocks too, so there is no causal form here.
+    From the sum x of the keys of a block, a network for each head, relu(x W₁) W₂, computes a score for each block that
+    may be matched with it. Sinkhorn normalisation turns the scores into a soft permutation R of the blocks. Queries of
+    block t attend in one softmax to the tokens of block t and to those of the mixture Σ_s R_ts · block s. In training,
+    Gumbel noise is added to the scores, as published. There is no causal form, since R is normalised over all blocks,
+    later ones included.
 
     Args:
-        num_heads, head_dim, max_length: of the sorter, which has a score for every block of the longest sequence.
-        block: tokens of a block, C. 50 is the setting of the Long-Range Arena.
-        iterations: of rows and columns in the normalisation.
-        temperature: of the scores; towards 0 the sort becomes a permutation.
+        num_heads, head_dim, max_length: sizes of the network, which has an output for each block of the longest
+            sequence.
+        block: C, number of tokens of a block. The default is the setting of the Long-Range Arena.
+        iterations: number of normalisations of rows and columns.
+        temperature: divisor of the scores; as it approaches 0, R approaches a permutation.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> SinkhornAttention(num_heads=2, head_dim=4, max_length=8, block=2)(x, x, x).shape
@@ -68,23 +70,27 @@ class SinkhornAttention(BlockMechanism):
         q, k, v, s = (split(x, self.block) for x in (query, key, value, sources))  # (B, H, T, C, …)
         sort = self.sort(k, lengths).to(query.dtype)
         k, v = (torch.cat([x, torch.einsum("bhts,bhscd->bhtcd", sort, x)], 3) for x in (k, v))
-        # a sorted token is a mixture of the tokens at its position in every block; it is valid if any of them is
+        # a mixed token is the weighted sum of the tokens at its position in all blocks; it is valid if any of them is
         mixed = s.any(2, keepdim=True).expand_as(s)
         return join(softmax_blocks(q, k, v, torch.cat([s, mixed], 3).mT), query.shape[2])
 
     def sort(self, key: Tensor, lengths: Tensor) -> Tensor:
-        """The soft permutation R of the blocks, (B, H, T, T), for keys (B, H, T, C, D) that are 0 where masked.
+        """Return the soft permutation R of the blocks, (B, H, T, T).
 
-        A block behind the end of its sequence stays where it is.
+        R maps blocks of padding to themselves.
+
+        Args:
+            key: (B, H, T, C, D), 0 where masked.
+            lengths: (B,), number of tokens of each sequence without padding.
         """
         dtype, blocks = sum_dtype(key), key.shape[2]
-        described = key.to(dtype).sum(3)
-        logits = (described @ self.hidden.to(dtype)).relu() @ self.scores[..., :blocks].to(dtype)
+        block_sums = key.to(dtype).sum(3)
+        logits = (block_sums @ self.hidden.to(dtype)).relu() @ self.scores[..., :blocks].to(dtype)
         if self.training:
-            logits = logits - torch.empty_like(logits).exponential_().log()
-        there = torch.arange(blocks, device=key.device) * self.block < lengths[:, None, None]  # (B, 1, T)
-        alone = torch.eye(blocks, device=key.device, dtype=dtype).log()
-        logits = torch.where(there[..., None] & there[..., None, :], logits / self.temperature, alone)
+            logits = logits - torch.empty_like(logits).exponential_().log()  # Gumbel noise
+        present = torch.arange(blocks, device=key.device) * self.block < lengths[:, None, None]  # (B, 1, T)
+        log_identity = torch.eye(blocks, device=key.device, dtype=dtype).log()
+        logits = torch.where(present[..., None] & present[..., None, :], logits / self.temperature, log_identity)
         for _ in range(self.iterations):
             logits = logits.log_softmax(-1)
             logits = logits.log_softmax(-2)

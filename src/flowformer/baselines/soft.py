@@ -1,4 +1,4 @@
-"""SOFT: attention with a Gaussian kernel in place of softmax, through landmarks. Linear in time and memory.
+"""SOFT: attention with a Gaussian kernel instead of softmax, approximated with landmarks. Linear in time and memory.
 
 Shapes: B batch, H heads, N tokens, D features, L landmarks.
 """
@@ -17,18 +17,18 @@ from .tokens import segment_means, valid
 
 @register
 class SoftAttention(Mechanism):
-    """SOFT (Lu et al., 2021): κ(Q, Q̃) κ(Q̃, Q̃)⁻¹ κ(Q̃, Q) V with κ(x, y) = exp(−‖x − y‖²/2√d), and nothing normalised.
+    """SOFT (Lu et al., 2021): κ(Q, Q̃) κ(Q̃, Q̃)⁻¹ κ(Q̃, Q) V with κ(x, y) = exp(−‖x − y‖²/2√d), without normalisation.
 
-    The kernel is symmetric only where keys are the queries, as the paper has them: the keys passed are not used.
-    Landmarks Q̃ are the means of consecutive segments; the released code, made for images, has a strided convolution
-    instead. Its other parts are options.
+    The keys passed are not used: as in the paper, keys are the queries, which makes the kernel matrix symmetric.
+    Landmarks Q̃ are the means of consecutive segments, where the released code, written for images, uses a strided
+    convolution. The other parts of the released code are available as options.
 
     Args:
-        landmarks: L. A shorter sequence has a landmark for each token.
-        steps: of Newton's iteration for the inverse.
-        landmark_norm: whether landmarks go through LayerNorm and GELU, as in the released code.
-        convolution: the odd width of a depth-wise convolution of the values along the sequence, added to the result, as
-            in the released code; None is none.
+        landmarks: L; a sequence of fewer tokens has one landmark per token.
+        steps: number of Newton iterations for the inverse.
+        landmark_norm: apply LayerNorm and GELU to the landmarks, as in the released code.
+        convolution: odd width of a depth-wise convolution of the values along the sequence that is added to the result,
+            as in the released code; None adds nothing.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> SoftAttention()(x, x, x).shape
@@ -40,7 +40,7 @@ class SoftAttention(Mechanism):
     causal = False
     cross = False
     reads = ("query",)
-    ridge = 0.01  # added to the diagonal before the inverse, as in the released code
+    ridge = 0.01  # added to the diagonal before inversion, as in the released code
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class SoftAttention(Mechanism):
         self.convolution = None if convolution is None else convolution_weight(num_heads, convolution)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-        # a token is here as sink, as source, or as both
-        either = None if query_mask is None or key_mask is None else query_mask | key_mask
-        q, v = valid(query, either) * query.shape[-1] ** -0.25, valid(value, key_mask)
-        landmarks, there = segment_means(q, key_mask, self.landmarks)
+        # a query is also the key of its token: it is used if the token is a sink or a source
+        present = None if query_mask is None or key_mask is None else query_mask | key_mask
+        q, v = valid(query, present) * query.shape[-1] ** -0.25, valid(value, key_mask)
+        landmarks, is_landmark = segment_means(q, key_mask, self.landmarks)
         if self.landmark_norm is not None:
             norm = self.landmark_norm
             weight, bias = norm.weight.to(q.dtype), norm.bias.to(q.dtype)
             landmarks = F.gelu(F.layer_norm(landmarks, norm.normalized_shape, weight, bias, norm.eps))
-        there = there[:, None, None].to(q.dtype)
-        kernel = gaussian(q, landmarks) * there  # (B, H, N, L)
-        between = gaussian(landmarks, landmarks) * there * there.mT  # (B, H, L, L)
+        landmark_mask = is_landmark[:, None, None].to(q.dtype)
+        kernel = gaussian(q, landmarks) * landmark_mask  # (B, H, N, L)
+        between = gaussian(landmarks, landmarks) * landmark_mask * landmark_mask.mT  # (B, H, L, L)
         result = kernel @ (self._inverse(between) @ (kernel.mT @ v))
         if self.convolution is not None:
             result = result + convolve(v, self.convolution, key_mask)
         return result.to(query.dtype)
 
     def _inverse(self, matrix: Tensor) -> Tensor:
-        # a landmark has kernel 1 with itself, so only a matrix without landmarks has less
+        # κ(x, x) = 1, so row sums are at least 1; clamp_min matters only for a matrix without landmarks, which is 0
         bound = matrix.sum(-1).amax(-1).clamp_min(1)[..., None, None]
         matrix = matrix + self.ridge * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         inverse = 1.8 / bound.square() * matrix
@@ -92,6 +92,6 @@ class SoftAttention(Mechanism):
 
 
 def gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """exp(−‖x_i − y_j‖²/2), (…, N, L)."""
+    """Return exp(−‖x_i − y_j‖²/2), (…, N, L), for x (…, N, D) and y (…, L, D)."""
     distance = x.square().sum(-1)[..., :, None] + y.square().sum(-1)[..., None, :] - 2 * x @ y.mT
     return (-distance.clamp_min(0) / 2).exp()

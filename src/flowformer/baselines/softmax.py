@@ -1,4 +1,4 @@
-"""Softmax attention: softmax(QKᵀ/√d) V, the baseline of all others. Quadratic in time."""
+"""Softmax attention: softmax(QKᵀ/√d) V. Quadratic in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SoftmaxAttention(Mechanism):
     """`F.scaled_dot_product_attention` with the masks of this package.
 
     Args:
-        weight_dropout: on the weights of the sources, in training.
+        weight_dropout: dropout probability of the attention weights, in training.
 
     >>> import torch
     >>> x = torch.randn(1, 2, 5, 4)
@@ -32,13 +32,14 @@ class SoftmaxAttention(Mechanism):
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         dropout = self.weight_dropout if self.training else 0.0
         if query_mask is not None:
-            query = query.masked_fill(~query_mask[:, None, :, None], 0)  # NaN would spoil the gradients of the keys
+            # a NaN in a masked query would make the gradients of the keys NaN
+            query = query.masked_fill(~query_mask[:, None, :, None], 0)
         if key_mask is None:
             return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal)
         seen = key_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
         if is_causal:
             seen = seen.tril()
-        # a row that sees nothing would be NaN: let it see everything, then set it to 0
+        # the softmax of an empty row is NaN: let it attend to all sources and set its result to 0
         empty = ~seen.any(-1, keepdim=True)
         key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)

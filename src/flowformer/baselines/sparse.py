@@ -1,4 +1,4 @@
-"""The Sparse Transformer: near tokens, and one token in every stride. O(N·(l + N/l)), which is O(N√N) at l = √N.
+"""The Sparse Transformer: near tokens, and a few tokens of each farther block. O(N·(l + N/l)), or O(N√N) for l = √N.
 
 Shapes: B batch, H heads, N tokens, D features, T blocks of l = stride tokens, S near sources, c summary tokens.
 """
@@ -14,7 +14,8 @@ from .blocks import BlockMechanism, join, neighbours, offsets, split
 from .registry import register
 from .tokens import masked_softmax
 
-# scores and mixtures of the far sources: those in the same place of other blocks, or the summaries of other blocks
+# einsum equations for the scores of the far sources and for the sum of their values. Far sources are the tokens at the
+# same position of other blocks (strided), or the summary tokens of other blocks (fixed).
 STRIDED = "bhtcd,bhscd->bhtcs", "bhtcs,bhsce->bhtce"
 FIXED = "bhtcd,bhsd->bhtcs", "bhtcs,bhse->bhtce"
 
@@ -23,14 +24,14 @@ FIXED = "bhtcd,bhsd->bhtcs", "bhtcs,bhse->bhtce"
 class SparseAttention(BlockMechanism):
     """Factorised attention (Child et al., 2019); every head attends to the union of both factors in one softmax.
 
-    "strided": token i sees the tokens j with |i − j| < l, and those with (i − j) mod l = 0.
-    "fixed": token i sees its own block of l tokens, and the last c tokens of every other block.
-    The paper is causal; without `is_causal` the same sets are taken on both sides.
+    "strided": token i attends to the tokens j with |i − j| < l, and to those with (i − j) mod l = 0.
+    "fixed": token i attends to its own block of l tokens, and to the last c tokens of every other block.
+    The paper's attention is causal; without `is_causal`, later tokens are included by the same rule.
 
     Args:
-        pattern: "fixed", which the paper uses for text, or "strided", for images.
-        stride: l. 50 is the setting of the Long-Range Arena; the paper wants it near √N.
-        summary: c, for the fixed pattern. 10 is the setting of the Long-Range Arena.
+        pattern: "fixed", which the paper uses for text, or "strided", which it uses for images.
+        stride: l. The default is the setting of the Long-Range Arena; the paper recommends about √N.
+        summary: c, for the fixed pattern. The default is the setting of the Long-Range Arena.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> SparseAttention(pattern="strided", stride=2)(x, x, x, is_causal=True).shape

@@ -1,6 +1,6 @@
-"""Synthesizer: attention weights that do not depend on keys: learned (random) or computed from the query (dense).
+"""Synthesizer: attention weights that are parameters ("random") or computed from the query ("dense"), without keys.
 
-Quadratic in time and memory, and the random form in parameters.
+Quadratic in time and memory; the random form is also quadratic in parameters.
 
 Shapes: B batch, H heads, N queries, M keys, D features, L max_length.
 """
@@ -20,11 +20,11 @@ from .tokens import check_length, masked_softmax, packed, required_length, unpac
 class SynthesizerAttention(Mechanism):
     """Random Synthesizer (Tay et al., 2021): softmax(R) V with a learned matrix R for each head.
 
-    Rows and columns of R belong to positions among the tokens that take part.
+    Rows and columns of R are indexed by positions among the tokens that take part.
 
     Args:
-        max_length: L, rows and columns of R.
-        dot_product: whether QKᵀ/√d is added to R, as LRA's released code does. Without it keys are not used at all.
+        max_length: L, number of rows and columns of R.
+        dot_product: add QKᵀ/√d to R, as LRA's released code does. Otherwise keys are not used at all.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> SynthesizerAttention(num_heads=2, max_length=8)(x, x, x, is_causal=True).shape
@@ -32,7 +32,7 @@ class SynthesizerAttention(Mechanism):
     """
 
     name = "synthesizer"
-    own_reads: ClassVar[tuple[str, ...]] = ()  # without the dot product
+    own_reads: ClassVar[tuple[str, ...]] = ()  # value of `reads` without the dot product
 
     def __init__(
         self,
@@ -54,15 +54,16 @@ class SynthesizerAttention(Mechanism):
             nn.init.xavier_uniform_(logits)
 
     def _synthesize(self, q: Tensor, keys: int) -> Tensor:
-        """The logits of queries (B, H, N, D) for the first positions, (B, H, N, M) or (H, N, M)."""
+        """Return the logits of queries (B, H, N, D) for the first `keys` positions, (B, H, N, M) or (H, N, M)."""
         return self.logits[:, : q.shape[2], :keys].to(q.dtype)
 
     def attend(self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         check_length(self.name, self.max_length, query, key)
+        queries = valid(query, query_mask)
         if is_causal:
             query_mask = key_mask  # queries and keys are the same tokens
         q, k, v = (
-            packed(valid(x, mask), mask) for x, mask in ((query, query_mask), (key, key_mask), (value, key_mask))
+            packed(valid(x, mask), mask) for x, mask in ((queries, query_mask), (key, key_mask), (value, key_mask))
         )
         logits = self._synthesize(q, k.shape[2])
         if self.dot_product:
@@ -79,11 +80,11 @@ class SynthesizerAttention(Mechanism):
 
 @register
 class DenseSynthesizerAttention(SynthesizerAttention):
-    """Dense Synthesizer: row i of the logits is W₂ ReLU(W₁ q_i + b₁) + b₂, a value for each position.
+    """Dense Synthesizer: row i of the logits is W₂ ReLU(W₁ q_i + b₁) + b₂, with one logit per position.
 
-    The paper's perceptron reads the layer's input; here it reads the projected query, which each head has for itself.
+    In the paper, the input of this network is the layer's input; here it is the projected query of each head.
 
-    Args: as for `SynthesizerAttention`, L being the columns of the logits.
+    Args: as for `SynthesizerAttention`; `max_length` is the number of columns of the logits.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> DenseSynthesizerAttention(num_heads=2, head_dim=4, max_length=8)(x, x, x).shape

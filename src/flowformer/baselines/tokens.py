@@ -1,6 +1,7 @@
 """Helpers of several rivals: masked tokens, their positions, and checks of lengths.
 
-Shapes: B batch (1 where no mask tells sequences apart), H heads, N tokens, D features, L segments.
+Shapes: B batch (positions and segments have batch size 1 without a mask), H heads, N tokens, D features, L segments.
+Masks are (B, N) bool, True = takes part.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from ..ops.common import valid_values
 
 
 def required_length(name: str, max_length: int | None) -> int:
+    """Return `max_length`; raise if it is None or not positive."""
     if max_length is None or max_length < 1:
         raise ValueError(
             f"{name} attention depends on the position of a token and needs the longest sequence as a positive "
@@ -21,6 +23,7 @@ def required_length(name: str, max_length: int | None) -> int:
 
 
 def check_length(name: str, max_length: int, *tokens: Tensor) -> None:
+    """Raise if a tensor (B, H, N, D) has more than `max_length` tokens."""
     longest = max(x.shape[2] for x in tokens)
     if longest > max_length:
         raise ValueError(
@@ -30,26 +33,26 @@ def check_length(name: str, max_length: int, *tokens: Tensor) -> None:
 
 
 def valid(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, H, N, D) in the dtype of the sums, 0 where masked."""
+    """Return x (B, H, N, D) in the accumulation dtype (see `ops.common.sum_dtype`), 0 where masked."""
     return valid_values(x, None if mask is None else mask[:, None])
 
 
 def positions(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The position of each token among the valid ones, from 0, (B, N)."""
+    """Return the position of each token among the valid ones, counted from 0, (B, N)."""
     if mask is None:
         return torch.arange(x.shape[2], device=x.device)[None]
     return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def packed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Valid tokens first, in order, the others after them."""
+    """Move the valid tokens of x (B, H, N, D) to the front, in their order, and masked tokens to the end."""
     if mask is None:
         return x
     return x.gather(2, _order(mask)[:, None, :, None].expand_as(x))
 
 
 def unpacked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Undoes `packed`."""
+    """Undo `packed`."""
     if mask is None:
         return x
     return x.gather(2, _order(mask).argsort(-1)[:, None, :, None].expand_as(x))
@@ -60,7 +63,7 @@ def _order(mask: Tensor) -> Tensor:
 
 
 def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """The means of `count` consecutive segments, (B, H, L, D), and which segments are not empty, (B, L).
+    """Return the means of `count` consecutive segments of valid tokens, (B, H, L, D), and which are not empty, (B, L).
 
     Segment sizes differ by at most one token. With fewer tokens than segments, some segments are empty.
     """
@@ -75,7 +78,7 @@ def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, T
 
 
 def masked_softmax(logits: Tensor, seen: Tensor | None) -> Tensor:
-    """Softmax over the visible entries of the last axis; a row without any is 0."""
+    """Return the softmax over those entries of the last axis that are `seen`, 0 elsewhere; an empty row is 0."""
     if seen is None:
         return logits.softmax(-1)
     return logits.masked_fill(~seen, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~seen, 0)

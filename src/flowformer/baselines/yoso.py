@@ -1,4 +1,4 @@
-"""YOSO-E: attention by the expected collisions of hashes. Quadratic in time, linear in memory.
+"""YOSO-E: attention weights are the collision probabilities of hashes. Quadratic in time, linear in memory.
 
 Shapes: B batch, H heads, N queries, M keys, D features, C queries of a block.
 """
@@ -16,25 +16,27 @@ from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
 from .tokens import valid
 
-BLOCK = 128
+BLOCK = 128  # queries per block
 
 
 @register
 class YosoAttention(Mechanism):
-    """You Only Sample (Almost) Once (Zeng et al., 2021), in expectation: weights (1 − arccos(q̂·k̂)/π)^τ of normalised
-    queries and keys, the probability that τ hashes of both agree; the result is normalised to length 1.
+    """You Only Sample (Almost) Once (Zeng et al., 2021), in expectation: weights (1 − arccos(q̂·k̂)/π)^τ.
 
-    Only sampled hashes make YOSO linear in time. The expectation visits all pairs, in blocks of queries that the
-    backward pass computes again.
+    The weight is the probability that τ hashes of the normalised query q̂ and key k̂ agree. The result is normalised to
+    length 1.
 
-    The derivative of arccos is infinite where q̂ = k̂. Instead, the gradient of a weight w with respect to its cosine is
-    τ/2·w, the paper's lower bound.
+    YOSO with sampled hashes is linear in time. The expectation is not: it computes the weights of all pairs, in blocks
+    of queries that are recomputed in the backward pass.
+
+    The derivative of arccos is infinite where q̂ = k̂. We therefore use the paper's lower bound τ/2·w for the gradient of
+    a weight w with respect to its cosine.
 
     Args:
-        hashes: τ.
-        convolution: the odd width of a depth-wise convolution of the values along the sequence, added to the result, as
-            an option of the released code does; None is none. It looks ahead, and needs as many queries as keys: with
-            it, there is neither causal attention nor cross-attention.
+        hashes: τ, number of hashes.
+        convolution: odd width of a depth-wise convolution of the values along the sequence that is added to the result,
+            an option of the released code; None adds nothing. It includes later tokens and needs as many queries as
+            keys, so it excludes causal attention and cross-attention.
 
     >>> x = torch.randn(1, 2, 5, 4)
     >>> YosoAttention()(x, x, x).norm(dim=-1).allclose(torch.ones(1, 2, 5))
@@ -63,7 +65,7 @@ class YosoAttention(Mechanism):
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:
         q, k = F.normalize(valid(query, query_mask), dim=-1), F.normalize(valid(key, key_mask), dim=-1)
-        v = valid(value, key_mask)  # a masked source has value 0 and adds nothing, so the weights need no mask
+        v = valid(value, key_mask)  # masked sources have value 0, so the weights need no mask
         blocks = [
             checkpoint(
                 self._block,

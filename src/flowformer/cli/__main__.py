@@ -1,4 +1,4 @@
-"""`python -m flowformer.cli`, as torchrun and accelerate launch take it."""
+"""Entry point of `python -m flowformer.cli`, which torchrun and accelerate launch need."""
 
 from . import app
 

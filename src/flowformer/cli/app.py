@@ -1,4 +1,4 @@
-"""What the commands share: the application, how errors are shown, common options."""
+"""Shared by all commands: the typer application, common options, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-# without markup: names of files and recipes may have brackets
+# markup is off because names of files and recipes may contain brackets
 console, errors = Console(markup=False), Console(stderr=True, markup=False)
-STARTED = time.monotonic()  # before torch is imported, which takes a while
+STARTED = time.monotonic()  # start of `reproduce --minutes`; taken here, before the slow import of torch
 
 DataDir = Annotated[
     Path | None,
     typer.Option("--data", help="The folder of all data sets; else $FLOWFORMER_DATA, else ~/.cache/flowformer."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script, and nothing else.")]
-# errors that a user can fix; any other is a bug and shows its traceback
+# errors that a user can fix; any other exception is a bug and shows its traceback
 _USER_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, FloatingPointError)
-# advice in errors of the library, and the same advice for the command line
+# advice in the library's error messages, which names Python arguments -> the same advice with command-line options
 _ADVICE = {
     "pass data_dir": "pass --data",
     "hoose another data_dir": "hoose another folder with --data",
@@ -74,7 +74,7 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
         def run(*args, **kwargs):
             try:
                 return function(*args, **kwargs)
-            except BrokenPipeError:  # of flowformer … | head; typer ends the process without a word
+            except BrokenPipeError:  # e.g. `flowformer … | head`: typer handles it and exits silently
                 raise
             except _USER_ERRORS as error:
                 if _debug:
@@ -89,8 +89,8 @@ def command(application: typer.Typer, name: str, **settings: Any) -> Callable:
 
 
 def advice(error: Exception) -> str:
-    """An error of the library in the words of the command line."""
+    """Return the message of a library error, with advice that names command-line options instead of arguments."""
     text = f"{error}. {_INSTALL}" if isinstance(error, ModuleNotFoundError) else str(error)
-    for python, here in _ADVICE.items():
-        text = text.replace(python, here)
+    for library_advice, command_line_advice in _ADVICE.items():
+        text = text.replace(library_advice, command_line_advice)
     return text

@@ -1,4 +1,4 @@
-"""`flowformer bench`: each benchmark is a module of `flowformer.bench` and has options of its own."""
+"""`flowformer bench`: each benchmark is a module of `flowformer.bench` that parses its own options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import typer
 from .app import app, command
 
 bench_app = typer.Typer(
-    help="Time the attention beside its rivals, correctness first; each has a --help of its own.",
+    help="Check and time Flow-Attention and its rivals; each benchmark has its own --help.",
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+# pass all arguments, --help included, to the benchmark's own parser
+_PASS_ALL_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _BENCHMARKS = {
     "attention": "Flow-Attention beside its authors' formulation and softmax attention: time, memory, and a token's "
     "decoding.",
@@ -28,14 +29,14 @@ _BENCHMARKS = {
 }
 
 
-def _add(name: str, what_it_measures: str) -> None:
-    @command(bench_app, name, context_settings=_PASS_ON, help=what_it_measures)
+def _add_benchmark(name: str, what_it_measures: str) -> None:
+    @command(bench_app, name, context_settings=_PASS_ALL_ARGUMENTS, help=what_it_measures)
     def run(context: typer.Context) -> None:
         module = importlib.import_module(f"flowformer.bench.{name.replace('-', '_')}")
-        failures = module.main(context.args)
-        if isinstance(failures, int):  # the fuzzer's exit status
-            raise typer.Exit(failures)
+        status = module.main(context.args)
+        if isinstance(status, int):  # only the fuzzer returns an exit status
+            raise typer.Exit(status)
 
 
 for _name, _text in _BENCHMARKS.items():
-    _add(_name, _text)
+    _add_benchmark(_name, _text)

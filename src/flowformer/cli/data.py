@@ -14,13 +14,13 @@ from rich.table import Table
 from .app import DataDir, Json, app, command, console
 from .progress import columns
 
-data_app = typer.Typer(help="The data sets: what there is, what is missing, what is damaged.", no_args_is_help=True)
+data_app = typer.Typer(help="List, check and generate data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 
 @command(data_app, "list")
 def data_list(data: DataDir = None, as_json: Json = False) -> None:
-    """List the data sets: which are there, and where to get the others."""
+    """List the data sets: which are present, and where to get the others."""
     from .. import data as sets
 
     root = sets.store.root(data)
@@ -35,7 +35,7 @@ def data_list(data: DataDir = None, as_json: Json = False) -> None:
     console.print(f"Looked for in {root}; flowformer data check NAME reads one.", soft_wrap=True)
     for name, source in sources.items():
         state = "there" if source is None else f"missing, {source.size}. {source.get}"
-        # whole lines, so that an address can be copied
+        # soft_wrap prints one line without breaks, so that a URL can be copied
         console.print(f"  [bold]{name}[/bold]: {escape(state)}", highlight=False, soft_wrap=True, markup=True)
 
 
@@ -45,7 +45,7 @@ def data_check(
     data: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Read a data set from end to end, and say what it holds and how it differs from the paper's."""
+    """Read a data set and show its sizes, and how it differs from the paper's. Images of ImageNet are not opened."""
     from .. import data as sets
 
     splits = sets.load(name, data)

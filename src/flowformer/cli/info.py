@@ -1,4 +1,4 @@
-"""Commands that only show something: recipes, env."""
+"""Commands that only print information: recipes, env."""
 
 from __future__ import annotations
 

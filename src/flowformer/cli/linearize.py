@@ -1,4 +1,4 @@
-"""The command that linearizes a pretrained model."""
+"""`flowformer linearize`: replace the softmax attention of a pretrained model and train the result."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def linearize(
     [bold]accelerate launch -m flowformer.cli linearize …[/bold].
     """
     from ..linearize import LinearizeConfig
-    from ..linearize import linearize as exchange
+    from ..linearize import linearize as linearize_model
     from ..train.loop import Interrupted
+    from ..train.record import is_main
 
     config = LinearizeConfig.of([*(options or []), *([] if minutes is None else [f"minutes={minutes}"])])
     texts, held_out = ([_read(file) for file in files] for files in (text, evaluate or []))
     loaded, tokenizer = _load(model, encoder)
-    student = exchange(loaded, tokenizer, config)
+    student = linearize_model(loaded, tokenizer, config)
     if not encoder and not student.is_language_model:
         raise ValueError(f"{model} is an encoder, which does not predict the next token. Pass --encoder.")
     try:
@@ -66,6 +67,8 @@ def linearize(
     except Interrupted as stopped:
         errors.print(f"{stopped} Run the same command with --resume to continue.")
         raise typer.Exit(130) from stopped
+    if not is_main():
+        return
     student.save_pretrained(out / "model")
     if as_json:
         print(json.dumps({"folder": str(out), "stages": [vars(stage) for stage in result.stages]}))
@@ -75,16 +78,16 @@ def linearize(
 
 
 def _load(model: str, encoder: bool) -> tuple[Any, Any]:
-    """The model, on a GPU if there is one, and its tokenizer, None if there is none."""
+    """Load the model, onto a GPU if there is one, and its tokenizer; raise a ValueError if it has no tokenizer."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-    place, options = model, {}
+    folder, options = model, {}
     if model.endswith(".gguf"):
-        place, options = str(Path(model).parent), {"gguf_file": Path(model).name}
-    loaded: Any = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(place, **options)
+        folder, options = str(Path(model).parent), {"gguf_file": Path(model).name}
+    loaded: Any = (AutoModel if encoder else AutoModelForCausalLM).from_pretrained(folder, **options)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} has no tokenizer, which reading text needs: {error}") from error
     return loaded.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
@@ -98,15 +101,19 @@ def _read(file: Path) -> str:
 
 
 def _documents(texts: list[str], lines: bool) -> list[str]:
+    """Return the texts, or with `lines` their non-blank lines, as documents."""
     return [line for text in texts for line in text.splitlines() if line.strip()] if lines else texts
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Any]:
-    """The `report` of a transfer: a bar in a terminal, a line for each stage elsewhere."""
+    """Yield the `report` callback of a transfer: a progress bar in a terminal, else one line per stage.
+
+    Yields None, for no output, if `quiet` or on any rank but 0.
+    """
     from ..train.record import is_main
 
-    def line(record: dict[str, Any]) -> None:
+    def print_stage(record: dict[str, Any]) -> None:
         if record["kind"] == "stage":
             scores = ", ".join(f"{name} {value:.4f}" for name, value in record["scores"].items())
             error = sum(record["errors"]) / len(record["errors"])
@@ -121,7 +128,7 @@ def _progress(quiet: bool) -> Iterator[Any]:
         yield None
         return
     if not console.is_terminal:
-        yield line
+        yield print_stage
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}")
     with Progress(*columns, console=console) as bars:
@@ -132,6 +139,6 @@ def _progress(quiet: bool) -> Iterator[Any]:
                 note = f"loss {record['loss']:.3f}, {record['tokens_per_second']:.0f} tokens/s"
                 bars.update(bar, description=record["stage"], completed=record["done"], note=note)
             else:
-                line(record)
+                print_stage(record)
 
         yield report

@@ -1,4 +1,4 @@
-"""How a run is shown while it goes on."""
+"""Progress of training runs in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], Report]]:
-    """Makes the `report` of a run, by its label: a live bar in a terminal, a line for each evaluation elsewhere."""
+    """Yield a function that makes the `report` callback of a run from its label.
+
+    The callback draws a progress bar in a terminal, else it prints one line per evaluation. It prints nothing if
+    `quiet`, or on any rank but 0.
+    """
     from ..train.record import is_main
 
     if quiet or not is_main():
@@ -56,4 +60,5 @@ def _print_record(label: str, record: dict[str, Any]) -> None:
 
 
 def columns() -> tuple[TextColumn, BarColumn, MofNCompleteColumn, TimeRemainingColumn]:
+    """Return the columns that all progress bars share: description, bar, count, remaining time."""
     return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

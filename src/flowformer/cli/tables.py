@@ -1,4 +1,4 @@
-"""Commands about many runs: reproduce, results, plot."""
+"""Commands for several runs: reproduce, results, plot."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def reproduce(
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a table of the paper: every cell that is not done yet, several side by side, then the table beside theirs.
+    """Run the unfinished cells of a table of the paper, several at a time, and print it with the paper's numbers.
 
-    It may be stopped or killed at any time: the same command resumes it. Several machines may share the folder,
-    or each do some cells; [bold]flowformer results[/bold] merges their folders.
+    The command may be stopped or killed at any time; run it again to resume. Several machines may share the folder, or
+    each run some cells in a folder of its own; [bold]flowformer results[/bold] merges the folders.
     """
     from ..train import reproduce as queue
     from ..train import results, summary
@@ -83,15 +83,15 @@ def reproduce(
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")
-    left = [job for job in jobs if job.blocked is None and not job.is_done]
+    unfinished = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None:
-        say(f"{len(left)} runs are left: {running.stopped}. Run the same command to resume.")
+        say(f"{len(unfinished)} runs are left: {running.stopped}. Run the same command to resume.")
     if running.failed:
         raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
 
 
 def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
-    """The figures by their captions; says which are left out, and what data they need."""
+    """Draw the figures and return their paths by caption; print which are left out, and the reason."""
     from ..train.results import draw_figures
 
     figures, left_out = draw_figures(rows, folder, data)
@@ -101,7 +101,7 @@ def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str,
 
 
 def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
-    """What is missing, and the cells that miss it."""
+    """Return the names of the cells that cannot run, grouped by the reason, such as missing data."""
     reasons: dict[str, list[str]] = {}
     for job in jobs:
         if job.blocked is not None and job.name not in reasons.setdefault(job.blocked, []):
@@ -109,13 +109,13 @@ def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
     return reasons
 
 
-# of `reproduce --list`
+# columns of `reproduce --list`
 _COLUMNS: dict[str, Callable[[Job], str]] = {
-    "state": lambda job: job.state().partition(":")[0],  # what follows the colon is printed below
+    "state": lambda job: job.state().partition(":")[0],  # reasons after the colon are printed below the table
     "seed": lambda job: str(job.seed),
     "paper": lambda job: "" if job.paper is None else str(job.paper),
     "minutes": lambda job: f"{job.minutes:g}",
-    "cell": lambda job: job.name,  # the longest comes last, where a narrow terminal may wrap it
+    "cell": lambda job: job.name,  # the longest text is in the last column, where a narrow terminal may wrap it
 }
 
 
@@ -148,10 +148,10 @@ def results(
     data: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Collect finished runs into the paper's tables, beside its numbers; folders of several machines are merged.
+    """Collect finished runs into the paper's tables, next to the paper's numbers; merges folders of several machines.
 
-    Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides have tables of their
-    own, without the paper's numbers; a footnote marks overrides that change the arithmetic only, such as precision.
+    Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides are in separate
+    tables without the paper's numbers; a footnote marks overrides that change only the arithmetic, such as precision.
     """
     from ..train import summary
     from ..train.results import collect
@@ -175,7 +175,7 @@ def plot(
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="What the attention of each run gives weight to, over the same test examples."),
+        typer.Option("--compare", help="Source weights of the attention of each run, on the same test examples."),
     ] = False,
     data: DataDir = None,
 ) -> None:

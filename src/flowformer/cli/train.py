@@ -1,4 +1,4 @@
-"""Commands that make one run: demo, train, fit, eval."""
+"""Commands for a single run: demo, train, fit, eval."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .progress import progress
 @command(app, "demo")
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Where to write; default runs/demo, or runs/demo-2 if that is there.")
+        Path | None, typer.Option(help="The folder to write to; default runs/demo, or runs/demo-2 if that exists.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train the paper's time-series Flowformer on JapaneseVowels, and softmax attention beside it, in a few minutes.
+    """Train the paper's time-series Flowformer on JapaneseVowels, and the same model with softmax, in a few minutes.
 
-    640 recordings of nine speakers, which come with aeon: nothing is downloaded. It trains for 8 epochs, the
-    paper for 100, as [bold]flowformer train uea/JapaneseVowels[/bold] does.
+    The 640 recordings of nine speakers come with aeon, so nothing is downloaded. The demo trains for 8 epochs; the
+    paper and [bold]flowformer train uea/JapaneseVowels[/bold] train for 100.
     """
     from ..train import demo as runs
     from ..train.paper import paper_score
@@ -95,7 +95,7 @@ def train(
         _print_result(result, to_dict(config), folder)
 
 
-@command(app, "rival", hidden=True)  # the name of earlier versions
+@command(app, "rival", hidden=True)  # former name of fit
 @command(app, "fit")
 def fit(
     recipe: Annotated[str, typer.Argument(help="A recipe of time series or reinforcement learning.")],

@@ -43,20 +43,25 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """The names that `load` takes; other sets are "uea/<Set>" of the UEA archive and "minari/<id>"."""
+    """List the names of all registered data sets.
+
+    `load` also takes other names of the form "uea/<Set>", "d4rl/<environment>-<quality>" and "minari/<id>".
+    """
     return list(RECORDS)
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: bool = False, **options: Any) -> Splits:
-    """Reads a data set.
+    """Read a data set.
 
     Args:
-        name: one of `names()`.
-        data_dir: the folder of all data sets; None is $FLOWFORMER_DATA, else ~/.cache/flowformer.
-        partial: accept fewer cases than published; `info.differs` then says so.
-        options: options of the reader of this set.
+        name: one of `names()`, or the name of another UEA, D4RL or Minari data set.
+        data_dir: the folder of all data sets; None means $FLOWFORMER_DATA, else ~/.cache/flowformer.
+        partial: accept fewer cases than published; `info.differs` then describes the difference.
+        options: options of the data set's reader function, such as `max_length`.
 
-    Raises `MissingDataError` with what to download, `DamagedDataError` with the file that cannot be read.
+    Raises:
+        MissingDataError: a file is missing; the message says what to download and where to put it.
+        DamagedDataError: a file cannot be read or is incomplete; the message names it.
     """
     splits = find(name).reader(store.root(data_dir), partial=partial, **options)
     for part in ("train", "valid"):
@@ -69,7 +74,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, *, partial: 
 
 
 def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> Source | None:
-    """Where to get a data set whose files are missing; None if they exist. No file is read.
+    """Return the source of a data set whose files are missing, or None if they all exist.
+
+    Only checks that the files exist; their content is not read.
 
     Args:
         name, data_dir, options: see `load`.
@@ -81,11 +88,11 @@ def missing(name: str, data_dir: str | os.PathLike[str] | None = None, **options
 def prepare(
     name: str, data_dir: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, **options: Any
 ) -> None:
-    """Generates a synthetic data set: "lra/listops" or "lra/pathfinder".
+    """Generate a synthetic data set: "lra/listops" or "lra/pathfinder".
 
     Args:
         name, data_dir: see `load`.
-        progress: called with the number of finished parts and of all parts.
+        progress: called after each part with the number of finished parts and the total number of parts.
         options: options of `listops.generate` or `pathfinder.generate`.
     """
     check_options(name, options, generator_options(name))
@@ -96,7 +103,7 @@ def prepare(
 
 
 def generator_options(name: str) -> list[str]:
-    """The options that `prepare` takes for a data set."""
+    """List the options that `prepare` accepts for a data set."""
     generators = {record.name: record.generator for record in RECORDS.values() if record.generator is not None}
     if name not in generators:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The environments of the paper's reinforcement-learning table: one row each.
+"""The MuJoCo environments of the paper's reinforcement-learning table.
 
 `offline_rl` reads their data, `integrations.gymnasium` runs the environments, `train.tasks` uses the target returns.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment of MuJoCo.
+    """A MuJoCo environment and D4RL's constants for it.
 
     Args:
-        id: gymnasium's, without the version.
-        target_return: the larger of the paper's two target returns; the other is half of it.
-        random_return, expert_return: D4RL's reference returns, which score 0 and 100.
-        sizes: steps and episodes of D4RL's v2 files, by their quality; steps after the last end of an episode are in
-            no episode.
+        id: gymnasium's id without the version, such as "Hopper".
+        target_return: the larger of the paper's two target returns; the smaller one is half of it.
+        random_return, expert_return: D4RL's reference returns, normalised to scores 0 and 100.
+        sizes: (steps, episodes) of each of D4RL's v2 files, by quality. Steps after the last complete episode are
+            counted as steps only.
     """
 
     id: str
@@ -53,16 +53,16 @@ ENVIRONMENTS = {
 
 
 def environment_of(name: str) -> Environment:
-    """The row of an environment by gymnasium's name of any of its versions.
+    """Return the environment with this gymnasium id, whatever its version.
 
     >>> environment_of("Walker2d-v4").target_return
     5000.0
     """
-    found = ENVIRONMENTS.get(name.rpartition("/")[2].partition("-")[0].lower())
-    if found is None:
+    environment = ENVIRONMENTS.get(name.rpartition("/")[2].partition("-")[0].lower())
+    if environment is None:
         accepted = ", ".join(each.id for each in ENVIRONMENTS.values())
         raise ValueError(
             f"there are no target and reference returns for {name!r}; accepted: any version of {accepted}. For a "
             "minari dataset with its own, use minari.get_normalized_score."
         )
-    return found
+    return environment

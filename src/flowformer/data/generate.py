@@ -1,4 +1,7 @@
-"""Helpers of the generators: parts are written in parallel, each atomically, so that generation can be resumed."""
+"""Helpers for generating synthetic data sets in parts.
+
+Parts are written in parallel and each one atomically, so that an interrupted generation can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,37 @@ Progress = Callable[[int, int], None]
 
 
 def claim(home: Path, parameters: Mapping[str, object]) -> None:
-    """Reserves a folder for data generated with these parameters; refuses one with other data."""
-    note = home / "generated.json"
-    wanted = json.dumps(dict(parameters), indent=1) + "\n"
-    if note.exists():
-        found = note.read_text()
-        if found != wanted:
+    """Create a folder and record the parameters of its data in generated.json.
+
+    A folder already recorded with the same parameters is accepted, so that generation can be resumed.
+
+    Raises:
+        ValueError: the folder holds data of other parameters, or files that were not generated.
+    """
+    record = home / "generated.json"
+    expected = json.dumps(dict(parameters), indent=1) + "\n"
+    if record.exists():
+        existing = record.read_text()
+        if existing != expected:
             raise ValueError(
-                f"{home} holds data generated with other parameters, {json.loads(found)} instead of "
+                f"{home} holds data generated with other parameters, {json.loads(existing)} instead of "
                 f"{dict(parameters)}. Delete the folder, or choose another data_dir."
             )
         return
     if home.exists() and any(home.iterdir()):
         raise ValueError(f"{home} holds data that were not generated here. Choose another data_dir.")
     home.mkdir(parents=True, exist_ok=True)
-    write_atomically(note, wanted)
+    write_atomically(record, expected)
 
 
 def check_whole(name: str, value: object) -> None:
+    """Raise unless the value is an integer."""
     if not isinstance(value, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
 
 
 def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None, progress: Progress | None) -> None:
-    """Calls make(part) for all parts, in `workers` processes; None takes one for each core."""
+    """Call make(part) for each part, in `workers` processes; None means one process per core."""
     workers = cores() if workers is None else workers
     check_positive(workers=workers)
     workers = min(workers, len(parts))
@@ -47,7 +57,7 @@ def run(make: Callable[[int], object], parts: Sequence[int], workers: int | None
             make(part)
             report(done, len(parts))
         return
-    # forking a process that has threads may deadlock
+    # spawn: forking a process that has threads may deadlock
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(make, part) for part in parts]
         try:

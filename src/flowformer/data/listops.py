@@ -1,7 +1,7 @@
-"""ListOps: nested operations on digits, such as `[MAX 4 [MIN 2 3 ] 1 ]`, which is 4.
+"""ListOps: expressions of nested operations on digits, such as `[MAX 4 [MIN 2 3 ] 1 ]`, whose value is 4.
 
-The generator follows the published parameters of the Long-Range Arena. The same seed gives the same files, whatever the
-number of processes.
+The generator uses the published parameters of the Long-Range Arena. The files depend only on the seed and the sizes,
+not on the number of processes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,27 @@ _MAX_DEPTH, _MAX_ARGUMENTS, _OPERATOR_SHARE = 10, 10, 0.25
 _SHORTEST, _LONGEST = 501, 1999
 _ROWS_PER_PART = 1000
 
-# ids by byte; of an operator, its bracket and the second letter after it decide
+# The id of a digit or a closing bracket is looked up by its byte. The id of an operator is assigned to its opening
+# bracket and looked up by the two letters after it; all other bytes have id 0 and are dropped.
 _IDS = np.zeros(256, np.uint8)
 _IDS[[ord(digit) for digit in DIGITS]] = np.arange(1, 11)
 _IDS[ord(END)] = VOCABULARY.index(END)
 _OPERATOR_IDS = np.zeros((256, 256), np.uint8)
 for _operator in OPERATORS:
     _OPERATOR_IDS[ord(_operator[1]), ord(_operator[2])] = VOCABULARY.index(_operator)
-_KNOWN = np.zeros(256, bool)
-_KNOWN[list(b"0123456789[]() \t\r\nMINAXEDS")] = True
+_VALID_BYTES = np.zeros(256, bool)
+_VALID_BYTES[list(b"0123456789[]() \t\r\nMINAXEDS")] = True
 
 
 def tokenise(block: bytes, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ids of whole lines "expression, tab, digit" end to end, where each line's ids end, and the digits.
+    """Tokenise lines of an expression, a tab and its value.
+
+    Args:
+        block: complete lines, each ending with a line feed.
+        where: the place of the block in the file, for error messages.
+
+    Returns:
+        the ids of all expressions end to end, the end of each expression in them, and the values.
 
     >>> ids, ends, values = tokenise(b"( ( [MAX 4 ) ( [SM 2 ) ] ) ]\\t4\\n7\\t7\\n", "here")
     >>> [VOCABULARY[i] for i in ids], ends, values
@@ -50,13 +58,12 @@ def tokenise(block: bytes, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     """
     text = np.frombuffer(block, np.uint8)
     lines, tabs = np.flatnonzero(text == ord("\n")), np.flatnonzero(text == ord("\t"))
-    # a carriage return may stand before the end of a line
     values = text[np.minimum(tabs + 1, len(text) - 1)].astype(np.int64) - ord("0")
-    after = lines - (text[lines - 1] == ord("\r"))
+    line_ends = lines - (text[lines - 1] == ord("\r"))  # lines may end with CR LF
     if (
-        not _KNOWN[text].all()
+        not _VALID_BYTES[text].all()
         or len(lines) != len(tabs)
-        or not ((after - tabs == 2) & (values >= 0) & (values < 10)).all()
+        or not ((line_ends - tabs == 2) & (values >= 0) & (values < 10)).all()
     ):
         raise DamagedDataError(f"{where}: not lines of an expression, a tab and a digit.")
     ids = _IDS[text]
@@ -64,12 +71,12 @@ def tokenise(block: bytes, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     ids[opening] = _OPERATOR_IDS[text[opening + 1], text[opening + 2]]
     if not ids[opening].all():
         raise DamagedDataError(f"{where}: an operator is none of {', '.join(OPERATORS)}.")
-    ids[tabs + 1] = 0
-    places = np.flatnonzero(ids)
-    ends = np.searchsorted(places, lines)
+    ids[tabs + 1] = 0  # the value is not part of the expression
+    token_positions = np.flatnonzero(ids)
+    ends = np.searchsorted(token_positions, lines)
     if not np.diff(ends, prepend=0).all():
         raise DamagedDataError(f"{where}: an expression is empty.")
-    return ids[places], ends, values
+    return ids[token_positions], ends, values
 
 
 def generate(
@@ -80,14 +87,14 @@ def generate(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes home/basic_{train,val,test}.tsv; a stopped run goes on where it was.
+    """Write home/basic_{train,val,test}.tsv. Calling it again resumes an interrupted generation.
 
-    The parentheses of the published files, which readers drop, are left out.
+    The files have no parentheses, unlike the published ones: readers drop them.
 
     Args:
-        sizes: rows of "train", "val" and "test"; None is as published.
-        workers: processes; None is one for each core.
-        progress: called with the parts done and all parts.
+        sizes: number of rows of "train", "val" and "test"; None means the published numbers.
+        workers: number of processes; None means one per core.
+        progress: called after each part with the number of finished parts and the total number of parts.
     """
     sizes = SIZES if sizes is None else sizes
     if not isinstance(sizes, dict) or set(sizes) != set(SIZES):
@@ -118,30 +125,33 @@ def generate(
 
 
 def expressions(seed: int, part: int) -> Iterator[tuple[list[str], int]]:
-    """An endless stream of expressions of the published lengths, with their values; a different one for each part."""
+    """Yield random expressions of the published lengths and their values, without end.
+
+    Each (seed, part) gives a different stream.
+    """
     draw = random.Random(f"listops {seed} {part}").random
     while True:
         tokens: list[str] = []
-        value = _grow(draw, 1, tokens)
+        value = _append_expression(draw, 1, tokens)
         if _SHORTEST <= len(tokens) <= _LONGEST:
             yield tokens, value
 
 
-def _grow(draw, depth: int, tokens: list[str]) -> int:
-    """Appends a random expression to tokens and returns its value."""
+def _append_expression(draw, depth: int, tokens: list[str]) -> int:
+    """Append a random expression to `tokens` and return its value."""
     if depth == _MAX_DEPTH or draw() >= _OPERATOR_SHARE:
         digit = int(draw() * 10)
         tokens.append(DIGITS[digit])
         return digit
     operator = OPERATORS[int(draw() * len(OPERATORS))]
     tokens.append(operator)
-    arguments = [_grow(draw, depth + 1, tokens) for _ in range(2 + int(draw() * (_MAX_ARGUMENTS - 1)))]
+    arguments = [_append_expression(draw, depth + 1, tokens) for _ in range(2 + int(draw() * (_MAX_ARGUMENTS - 1)))]
     tokens.append(END)
     return evaluate(operator, arguments)
 
 
 def evaluate(operator: str, arguments: list[int]) -> int:
-    """The value of one operation; a median between two digits is rounded down, SM is the sum modulo 10."""
+    """Return the value of one operation: minimum, maximum, median (rounded down), or sum modulo 10 (SM)."""
     if operator == "[MIN":
         return min(arguments)
     if operator == "[MAX":
@@ -153,7 +163,7 @@ def evaluate(operator: str, arguments: list[int]) -> int:
 
 
 def _write_part(folder: Path, seed: int, part: int) -> None:
-    # expressions of 500 or more tokens practically never repeat, so duplicates are not looked for
+    # no check for duplicates: expressions of 500 or more random tokens practically never repeat
     rows = (f"{' '.join(tokens)}\t{value}\n" for tokens, value in islice(expressions(seed, part), _ROWS_PER_PART))
     write_atomically(folder / f"{part}.tsv", "".join(rows))
 

@@ -1,7 +1,7 @@
 """The five tasks of the Long-Range Arena as token sequences.
 
-ListOps, retrieval and Pathfinder are in the layout of the release, in folder/lra_release; text is aclImdb, images are
-CIFAR-10.
+ListOps, retrieval and Pathfinder are read from folder/lra_release in the layout of the LRA release, text from aclImdb,
+and images from CIFAR-10.
 
 Shapes: M cases, N tokens of a case.
 """
@@ -33,20 +33,22 @@ _BYTES: dict[str, Any] = {"vocab_size": 257, "padding_id": 0}
 
 
 def release(folder: Path) -> Path:
-    """Where the files of the release are; its archive unpacks to a folder in a folder of the same name."""
+    """Return the folder with the files of the release; the archive unpacks to lra_release/lra_release."""
     nested = folder / "lra_release" / "lra_release"
     return nested if nested.exists() else folder / "lra_release"
 
 
 def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> Splits:
-    """Nested operations on digits, to be evaluated: ten classes. Closing brackets count, parentheses do not.
+    """Read ListOps: the value of an expression of nested operations on digits, ten classes.
+
+    Closing brackets are tokens; parentheses are dropped.
 
     Args:
-        max_length: longer expressions are cut; no published one is.
+        max_length: length to which longer expressions are cut; every published one is shorter than the default.
     """
     check_positive(max_length=max_length)
     paths = LISTOPS.require(folder)
-    parts, differs = [], [_generated(paths["train"].parent)]
+    parts, differs = [], [_generation_note(paths["train"].parent)]
     for part, path in paths.items():
         tokens, ends, labels = _read_listops(path)
         differs.append(store.complete(path, "rows", len(labels), LISTOPS.sizes[part], partial=partial))
@@ -66,19 +68,21 @@ def listops(folder: Path, *, partial: bool = False, max_length: int = 2000) -> S
 
 
 def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
-    """Sentiment of film reviews from their bytes: two classes; the published validation part is the test part.
+    """Read film reviews as bytes, to be classified by sentiment, two classes.
+
+    There is no validation part: the published code validates on the test part.
 
     Args:
-        max_length: longer reviews are cut; 1000 is the published code, 4000 the published text.
+        max_length: length to which longer reviews are cut; the published code uses 1000, the published text says 4000.
     """
     check_positive(max_length=max_length)
-    homes = TEXT.require(folder)
+    folders = TEXT.require(folder)
     digest, differs, parts = hashlib.sha256(), [], []
     for part in ("train", "test"):
         reviews, labels = [], []
         for label, name in enumerate((f"{part}/neg", f"{part}/pos")):
-            paths = sorted(homes[name].glob("*.txt"))
-            differs.append(store.complete(homes[name], "reviews", len(paths), TEXT.sizes[name], partial=partial))
+            paths = sorted(folders[name].glob("*.txt"))
+            differs.append(store.complete(folders[name], "reviews", len(paths), TEXT.sizes[name], partial=partial))
             for path in paths:
                 review = path.read_bytes()
                 if not review:
@@ -86,7 +90,7 @@ def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Spli
                 digest.update(path.name.encode() + b"\0" + review)
                 reviews.append(review[:max_length])
                 labels.append(label)
-        parts.append(Columns(tokens=_byte_rows(reviews), label=torch.tensor(labels)))
+        parts.append(Columns(tokens=_byte_sequences(reviews), label=torch.tensor(labels)))
     info = DataInfo(
         "lra/text",
         digest.hexdigest()[:16],
@@ -99,42 +103,54 @@ def text(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Spli
 
 
 def retrieval(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
-    """Whether one paper of the ACL anthology cites another, from the bytes of both (AAN)."""
-    return _pairs(RETRIEVAL, folder, "", partial, max_length)
+    """Read AAN: pairs of papers of the ACL anthology as bytes; the label is whether one cites the other.
+
+    Args:
+        max_length: length to which longer papers are cut.
+    """
+    return _load_pairs(RETRIEVAL, folder, "", partial, max_length)
 
 
 def acl(folder: Path, *, partial: bool = False, max_length: int = 4000) -> Splits:
-    """A small open stand-in for `retrieval`, same columns: pairs of papers from folder/acl."""
+    """Read pairs of open ACL papers from folder/acl: a small substitute for `retrieval` in the same format.
+
+    Args: see `retrieval`.
+    """
     differs = "a small stand-in for AAN from open ACL papers; not comparable with published numbers"
-    return _pairs(ACL, folder, differs, partial, max_length)
+    return _load_pairs(ACL, folder, differs, partial, max_length)
 
 
 def image(folder: Path, *, partial: bool = False) -> Splits:
-    """CIFAR-10 as 1024 grey intensities in reading order: ten classes. The last tenth of training is for validation."""
+    """Read CIFAR-10 as 1024 grey intensities in row-major order, ten classes.
+
+    The last tenth of the training images is the validation part.
+    """
     data = vision.read_cifar10(folder, partial=partial)
     tokens, labels = _grey(data.train[0]), data.train[1]
-    held = len(labels) * 9 // 10
+    train_size = len(labels) * 9 // 10
     info = DataInfo("lra/image", data.checksum, num_classes=10, vocab_size=256, max_length=1024, differs=data.differs)
     return Splits(
-        Columns(tokens=_pixel_rows(tokens[:held]), label=labels[:held]),
-        Columns(tokens=_pixel_rows(tokens[held:]), label=labels[held:]),
-        Columns(tokens=_pixel_rows(_grey(data.test[0])), label=data.test[1]),
+        Columns(tokens=_pixel_sequences(tokens[:train_size]), label=labels[:train_size]),
+        Columns(tokens=_pixel_sequences(tokens[train_size:]), label=labels[train_size:]),
+        Columns(tokens=_pixel_sequences(_grey(data.test[0])), label=data.test[1]),
         info,
     )
 
 
 def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14) -> Splits:
-    """Whether a dashed path joins two discs in an image of 32 x 32: two classes; 80/10/10 % in the order of the files.
+    """Read Pathfinder: whether a dashed path joins two discs in an image of 32 x 32 pixels, two classes.
+
+    The images are split 80 / 10 / 10 % in the order of the files.
 
     Args:
-        contour_length: 14 is the published task; the release has 9 too.
+        contour_length: number of dashes of a path. 14 is the published task; the release also has 9.
     """
     metadata = PATHFINDER.require(folder, contour_length=contour_length)["metadata"]
     home = metadata.parent
     lists = sorted(metadata.glob("*.npy"), key=lambda path: (len(path.stem), path.stem))
     cases = [case for path in lists for case in _read_metadata(path)]
     differs = [
-        _generated(home),
+        _generation_note(home),
         store.complete(home, "images", len(cases), PATHFINDER.sizes["metadata"], partial=partial),
     ]
     images = np.empty((len(cases), 1024), np.uint8)
@@ -146,7 +162,9 @@ def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14)
     digest.update(labels.numpy().tobytes())
     tokens = torch.from_numpy(images)
     ends = [0, len(cases) * 8 // 10, len(cases) * 9 // 10, len(cases)]
-    parts = [Columns(tokens=_pixel_rows(tokens[start:end]), label=labels[start:end]) for start, end in pairwise(ends)]
+    parts = [
+        Columns(tokens=_pixel_sequences(tokens[start:end]), label=labels[start:end]) for start, end in pairwise(ends)
+    ]
     info = DataInfo(
         "lra/pathfinder",
         digest.hexdigest()[:16],
@@ -159,16 +177,16 @@ def pathfinder(folder: Path, *, partial: bool = False, contour_length: int = 14)
     return Splits(train, valid, test, info)
 
 
-def _generated(home: Path) -> str:
-    """A note that the files were generated here, which the generators record beside them."""
-    note = home / "generated.json"
-    return (
-        f"generated by the published parameters, seed {json.loads(note.read_text())['seed']}" if note.exists() else ""
-    )
+def _generation_note(home: Path) -> str:
+    """Return a note with the seed if the files were generated instead of downloaded; else an empty string."""
+    record = home / "generated.json"  # written by generate.claim
+    if not record.exists():
+        return ""
+    return f"generated by the published parameters, seed {json.loads(record.read_text())['seed']}"
 
 
 def _read_listops(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens end to end as bytes, where each row ends, and the labels."""
+    """Read all rows of a file: the tokens end to end (uint8), the end of each row, and the labels (M,)."""
     tokens, ends, labels, total, line = [], [], [], 0, 2
     with path.open("rb") as file:
         if file.readline().split() != [b"Source", b"Target"]:
@@ -186,25 +204,25 @@ def _read_listops(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(tokens), torch.cat(ends), torch.cat(labels)
 
 
-def _pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_length: int) -> Splits:
+def _load_pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_length: int) -> Splits:
     check_positive(max_length=max_length)
     paths = record.require(folder)
-    digest, found, parts = hashlib.sha256(), [differs], []
-    # a paper occurs in many pairs: its text is stored once
+    digest, differences, parts = hashlib.sha256(), [differs], []
+    # the index of each distinct text: a paper occurs in many pairs, but is stored once
     texts: dict[bytes, int] = {}
     cases = {part: list(_read_pairs(path, digest, texts, max_length)) for part, path in paths.items()}
     for part, path in paths.items():
-        found.append(store.complete(path, "pairs", len(cases[part]), record.sizes[part], partial=partial))
-    rows = _byte_rows(list(texts))
+        differences.append(store.complete(path, "pairs", len(cases[part]), record.sizes[part], partial=partial))
+    sequences = _byte_sequences(list(texts))
     for part in paths:
         labels, first, second = torch.tensor(cases[part]).T
-        parts.append(Columns(first=rows.take(first), second=rows.take(second), label=labels))
+        parts.append(Columns(first=sequences.take(first), second=sequences.take(second), label=labels))
     info = DataInfo(
         record.name,
         digest.hexdigest()[:16],
         num_classes=2,
         max_length=max_length,
-        differs=store.notes(*found),
+        differs=store.notes(*differences),
         **_BYTES,
     )
     train, valid, test = parts
@@ -212,7 +230,7 @@ def _pairs(record: DataSet, folder: Path, differs: str, partial: bool, max_lengt
 
 
 def _read_pairs(path: Path, digest, texts: dict[bytes, int], max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Label and the numbers of both texts; new texts are added to `texts`."""
+    """Yield the label and the indices of both texts of each pair; new texts are added to `texts`."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             digest.update(line)
@@ -222,12 +240,13 @@ def _read_pairs(path: Path, digest, texts: dict[bytes, int], max_length: int) ->
                     f"{path}, line {number} is damaged: expected label 0 or 1, two ids and two texts with tabs "
                     f"between, got {len(columns)} columns, the first {columns[0][:20]!r}."
                 )
-            # some texts are empty; a blank gives every case at least one token
+            # some texts are empty: replace them by a blank, since a sequence needs at least one token
             first, second = (texts.setdefault(column[:max_length] or b" ", len(texts)) for column in columns[3:])
             yield int(columns[0][:1]), first, second
 
 
 def _read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the path and the label of each image that a metadata file lists."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         columns = line.split(b" ")
         if len(columns) < 4 or columns[3] not in (b"0", b"1"):
@@ -238,7 +257,7 @@ def _read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _read_image(path: Path) -> np.ndarray:
-    """The (1024,) intensities of an image of 32 x 32."""
+    """Read the grey intensities (1024,) of an image of 32 x 32 pixels."""
     try:
         with optional_import("PIL.Image", "train").open(path) as picture:
             pixels = np.asarray(picture.convert("L"))
@@ -249,20 +268,21 @@ def _read_image(path: Path) -> np.ndarray:
     return pixels.reshape(-1)
 
 
-def _byte_rows(texts: list[bytes]) -> FlatSequences:
-    """Bytes as ids from 1, so that 0 can be padding."""
+def _byte_sequences(texts: list[bytes]) -> FlatSequences:
+    """Store texts as token sequences; byte b has id b + 1, since 0 is padding."""
     ends = torch.tensor([len(text) for text in texts]).cumsum(0)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
     return FlatSequences(torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8), starts, ends, shift=1)
 
 
-def _pixel_rows(images: Tensor) -> FlatSequences:
+def _pixel_sequences(images: Tensor) -> FlatSequences:
+    """Store images (M, N) as token sequences."""
     starts = torch.arange(len(images)) * images.shape[1]
     return FlatSequences(images.reshape(-1), starts, starts + images.shape[1])
 
 
 def _grey(images: Tensor) -> Tensor:
-    """(M, 3, 32, 32) to (M, 1024): luma by ITU-R 601, rounded as the published pipeline does."""
+    """Convert (M, 3, 32, 32) uint8 to grey (M, 1024): luma of ITU-R 601, rounded as in the published pipeline."""
     weights = torch.tensor([0.2989, 0.5870, 0.1140])
     return torch.cat(
         [

@@ -1,9 +1,9 @@
-"""Offline reinforcement learning: windows of trajectories from D4RL's hdf5 files or from Minari.
+"""Offline reinforcement learning: windows of trajectories from D4RL's HDF5 files or from Minari.
 
-States are standardised with the statistics of the data set, returns divided by 1000. Policies are tested in the
-environment: `test` is empty, and `Windows` holds the statistics that evaluation needs.
+States are standardised with the statistics of the data set, and returns are divided by 1000. The test part is empty,
+since policies are evaluated in the environment; `Windows` has the statistics that this needs.
 
-Shapes: T steps of a window, S numbers of a state, A of an action.
+Shapes: T steps of a window, S dimension of a state, A dimension of an action, M steps of all episodes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .._utils import optional_import
+from .._utils import check_positive, optional_import
 from . import store
 from .environments import ENVIRONMENTS
 from .splits import Columns, DataInfo, Item, Splits
 from .store import DataSet
 
-RETURN_SCALE = 1000.0  # what the paper divides returns by
+RETURN_SCALE = 1000.0  # divisor of the returns, as in the paper
 
 
 class Episode(NamedTuple):
-    """One trajectory: (T, S), (T, A) and (T,), and whether it terminated or was truncated by a time limit."""
+    """One trajectory of T steps: states (T, S), actions (T, A), rewards (T,).
+
+    `terminated` is False if the episode was truncated by a time limit.
+    """
 
     states: np.ndarray
     actions: np.ndarray
@@ -37,18 +40,25 @@ class Episode(NamedTuple):
 
 
 class Windows(Dataset[Item]):
-    """Every window of consecutive steps, one from each step on; short ones are padded at the end with zeros.
+    """Windows of consecutive steps of an episode, one starting at each step.
+
+    A window that the end of the episode cuts short is padded at the end with zeros.
 
     Args:
         episodes: the trajectories.
-        window: T.
+        window: T, number of steps of a window.
 
-    Attributes: `state_mean` and `state_std` (S,), with which states were standardised, and `returns`, of each episode.
-    Over all steps, one episode after another: `states`, `actions`, `rewards`, `timesteps`, `ends`, where the episode of
-    a step ends, and `terminated`, whether it did so with this step and was not truncated by a time limit.
+    Attributes:
+        state_mean, state_std: (S,), statistics with which the states were standardised.
+        returns: return of each episode.
+        states, actions, rewards, timesteps: (M, …), the steps of all episodes one after another.
+        returns_to_go: (M, 1), sum of the rewards from each step to the end of its episode, divided by `RETURN_SCALE`.
+        ends: (M,), index after the last step of each step's episode.
+        terminated: (M,), True for the last step of an episode that was not truncated by a time limit.
     """
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
+        check_positive(window=window)
         self.window = window
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         self.ends = lengths.cumsum(0).repeat_interleave(lengths)
@@ -70,64 +80,64 @@ class Windows(Dataset[Item]):
         return len(self.timesteps)
 
     def steps_of_best(self, share: float) -> Tensor:
-        """The indices of all steps of the episodes with the highest returns.
+        """Return the indices of all steps of the episodes with the highest returns.
 
         Args:
-            share: of the episodes, rounded to a whole number of at least one.
+            share: fraction of the episodes to select; the count is rounded and at least 1.
         """
         count = max(1, round(share * len(self.returns)))
         is_best = torch.zeros(len(self.returns), dtype=torch.bool)
         is_best[self.returns.topk(count).indices] = True
-        _, episodes = torch.unique_consecutive(self.ends, return_inverse=True)  # the number of each step's episode
+        _, episodes = torch.unique_consecutive(self.ends, return_inverse=True)  # (M,), index of each step's episode
         return is_best[episodes].nonzero()[:, 0]
 
     def __getitem__(self, index: int) -> Item:
         steps = slice(index, min(index + self.window, int(self.ends[index])))
-        present = steps.stop - steps.start
+        length = steps.stop - steps.start
 
         def padded(values: Tensor) -> Tensor:
-            return torch.cat((values[steps], values.new_zeros(self.window - present, *values.shape[1:])))
+            return torch.cat((values[steps], values.new_zeros(self.window - length, *values.shape[1:])))
 
         return {
             "returns_to_go": padded(self.returns_to_go),
             "states": padded(self.states),
             "actions": padded(self.actions),
             "timesteps": padded(self.timesteps),
-            "mask": torch.arange(self.window) < present,
+            "mask": torch.arange(self.window) < length,
         }
 
 
 def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, version: str = "v2") -> Splits:
-    """A D4RL set such as "hopper-medium-replay", from folder/d4rl/hopper_medium_replay-v2.hdf5.
+    """Read a D4RL data set such as "hopper-medium-replay" from folder/d4rl/hopper_medium_replay-v2.hdf5.
 
     Args:
-        window: T.
-        version: of the file; another than "v2" is not the paper's data. One that begins with "v5" was recorded in
-            gymnasium's v5 environments, any other in environments with the physics of its v4, as D4RL's own: between
-            them the friction of Walker2d's feet changed.
+        window: T, number of steps of a window.
+        version: version in the file's name; the paper's data are "v2". Files of versions that begin with "v5" were
+            recorded in gymnasium's v5 environments. All others, D4RL's included, have the physics of gymnasium's v4;
+            v5 changed the friction of Walker2d's feet.
     """
     environment = name.partition("-")[0]
     paths = list(d4rl_record(name).require(folder, version=version).values())
     files = [read_d4rl(path) for path in paths]
     episodes = [episode for _, part in files for episode in part]
     if version == "v2":
-        found = {"steps": sum(count for count, _ in files), "episodes": len(episodes)}
+        counts = {"steps": sum(steps for steps, _ in files), "episodes": len(episodes)}
         published = d4rl_record(name).sizes
         differs = store.notes(
-            *(store.complete(paths[0], what, found[what], published[what], partial=partial) for what in found)
+            *(store.complete(paths[0], what, counts[what], published[what], partial=partial) for what in counts)
         )
     else:
         differs = f"version {version} of the files, not D4RL's v2"
-    played = f"{ENVIRONMENTS[environment].id}-{'v5' if version.startswith('v5') else 'v4'}"
-    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window, played)
+    environment_id = f"{ENVIRONMENTS[environment].id}-{'v5' if version.startswith('v5') else 'v4'}"
+    return _splits(f"d4rl/{name}", episodes, store.checksum(paths), differs, window, environment_id)
 
 
 def minari(name: str, folder: Path, *, partial: bool = False, window: int = 20) -> Splits:
-    """A Minari set such as "mujoco/hopper/medium-v0", from folder/minari/<name>.
+    """Read a Minari data set such as "mujoco/hopper/medium-v0" from folder/minari/<name>.
 
     Args:
-        partial: has no effect, since no size is published.
-        window: T.
+        partial: has no effect, since the sizes of Minari's data sets are not checked.
+        window: T, number of steps of a window.
     """
     files = minari_record(name).require(folder)["data"]
     home = files.parent
@@ -146,8 +156,8 @@ def minari(name: str, folder: Path, *, partial: bool = False, window: int = 20) 
     except (OSError, KeyError, ValueError) as error:
         raise store.DamagedDataError(f"{home} is damaged: {error}") from error
     paths = sorted(path for path in home.rglob("*") if path.is_file())
-    played = "" if data.spec.env_spec is None else data.spec.env_spec.id
-    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window, played)
+    environment_id = "" if data.spec.env_spec is None else data.spec.env_spec.id
+    return _splits(f"minari/{name}", episodes, store.checksum(paths), "Minari, not D4RL's v2", window, environment_id)
 
 
 def _check_spaces(name: str, *spaces: Any) -> None:
@@ -174,7 +184,9 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
 
 
 def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
-    """The number of steps of a D4RL file, and its finished episodes; steps after the last end belong to none.
+    """Read the number of steps of a D4RL file and its complete episodes.
+
+    Steps after the end of the last complete episode are counted, but belong to no episode.
 
     Args:
         source: the path of the file, or the file opened with h5py.
@@ -190,7 +202,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
     except (OSError, TypeError, ValueError) as error:
         raise store.DamagedDataError(f"{path} is damaged or not of D4RL: {error}") from error
     sizes = {len(values) for values in (states, actions, rewards, terminals, timeouts)}
-    ends = np.flatnonzero(terminals.astype(bool) | timeouts.astype(bool)) + 1
+    ends = np.union1d(np.flatnonzero(terminals), np.flatnonzero(timeouts)) + 1
     if len(sizes) != 1 or not len(ends):
         raise store.DamagedDataError(
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
@@ -203,7 +215,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
 
 
 def d4rl_record(name: str) -> DataSet:
-    """A set such as "hopper-medium-replay"."""
+    """Return the record of a D4RL data set such as "hopper-medium-replay"."""
     environment, _, quality = name.partition("-")
     steps, episodes = ENVIRONMENTS[environment].sizes.get(quality, (None, None))
     file = f"{environment}_{quality.replace('-', '_')}-v2.hdf5"
@@ -222,19 +234,19 @@ def d4rl_record(name: str) -> DataSet:
 
 
 def _d4rl_files(environment: str, quality: str, folder: Path, version: str = "v2") -> dict[str, Path]:
-    """One file; if "medium-expert" has none, the two files that it consists of."""
+    """Return the path of the file; if "medium-expert" has no file, those of "medium" and "expert", if both exist."""
 
     def path(part: str) -> Path:
         return folder / "d4rl" / f"{environment}_{part.replace('-', '_')}-{version}.hdf5"
 
-    halves = {part: path(part) for part in ("medium", "expert")}
-    if quality == "medium-expert" and not path(quality).exists() and all(half.exists() for half in halves.values()):
-        return halves
+    parts = {part: path(part) for part in ("medium", "expert")}
+    if quality == "medium-expert" and not path(quality).exists() and all(part.exists() for part in parts.values()):
+        return parts
     return {quality: path(quality)}
 
 
 def minari_record(name: str) -> DataSet:
-    """A set such as "mujoco/hopper/medium-v0"."""
+    """Return the record of a Minari data set such as "mujoco/hopper/medium-v0"."""
     return DataSet(
         f"minari/{name}",
         store.Source(
@@ -246,5 +258,5 @@ def minari_record(name: str) -> DataSet:
 
 
 RECORDS = tuple(
-    d4rl_record(f"{environment}-{quality}") for environment, known in ENVIRONMENTS.items() for quality in known.sizes
+    d4rl_record(f"{name}-{quality}") for name, environment in ENVIRONMENTS.items() for quality in environment.sizes
 )

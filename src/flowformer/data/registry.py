@@ -1,4 +1,4 @@
-"""The registry of data sets: one record each."""
+"""The registry of data sets: one `DataSet` record for each name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ RECORDS: dict[str, DataSet] = {
 
 
 def find(name: str) -> DataSet:
-    """The record of a data set: one of the paper's, any "uea/<Set>" of the archive, or "minari/<id>"."""
+    """Return the record of a data set.
+
+    Args:
+        name: a key of `RECORDS`, or any "uea/<Set>", "d4rl/<environment>-<quality>" or "minari/<id>".
+    """
     if name in RECORDS:
         return RECORDS[name]
     family, _, rest = name.partition("/")

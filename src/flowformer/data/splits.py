@@ -1,6 +1,6 @@
-"""The result of every loader: datasets of dicts of tensors, a description of them, and `collate`.
+"""What a reader returns: train, validation and test datasets of dicts of tensors, and their `DataInfo`; and `collate`.
 
-Shapes: B batch, N length of an item, C channels.
+Shapes: B batch, N length of an item, C channels, M sequences, T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 Item = dict[str, Tensor]
-# items of these keys run over time and may differ in length; the value is the key of their mask
+# keys of sequences, which may differ in length between items; the value is the key of the mask in a padded batch
 MASKS = {"tokens": "mask", "series": "mask", "first": "first_mask", "second": "second_mask"}
 
 
@@ -24,16 +24,16 @@ class DataInfo:
     """Description of a data set.
 
     Args:
-        name: as `load` takes it.
-        checksum: of the files that were read.
-        num_classes: of the labels.
-        vocab_size: upper bound of token ids (exclusive).
-        num_features: channels of a series, numbers of a state.
-        num_actions: numbers of an action.
-        max_length: no item is longer; for language, how many tokens are predicted at once.
-        padding_id: the id that no token has; None where every id is a token.
-        environment: gymnasium's id of the environment with the physics of the data; empty for other data.
-        differs: a description of how the data differ from the paper's; empty if they are the same.
+        name: the name that `load` takes.
+        checksum: checksum of the files that were read.
+        num_classes: number of classes.
+        vocab_size: exclusive upper bound of the token ids.
+        num_features: channels of a series or an image, or dimension of a state.
+        num_actions: dimension of an action.
+        max_length: upper bound of an item's length, in tokens, steps or pixels; for language, the tokens a case reads.
+        padding_id: the token id reserved for padding; None if every id is a token.
+        environment: gymnasium's id of the environment with the same physics as the data; empty if not RL.
+        differs: description of how the data differ from the paper's; empty if they are the same.
     """
 
     name: str
@@ -49,7 +49,7 @@ class DataInfo:
 
 
 class Splits(NamedTuple):
-    """The parts of a data set, map-style; `valid` is None where none is published."""
+    """The map-style datasets of each part; `valid` is None if the data set has no validation part."""
 
     train: Dataset[Item]
     valid: Dataset[Item] | None
@@ -58,7 +58,7 @@ class Splits(NamedTuple):
 
 
 class Columns(Dataset[Item]):
-    """Cases held in memory, one sequence of tensors per key.
+    """A dataset held in memory as columns: for each key a sequence with one tensor per case.
 
     >>> cases = Columns(series=[torch.zeros(5, 2), torch.zeros(3, 2)], label=torch.tensor([1, 0]))
     >>> len(cases), cases[1]["series"].shape, cases[1]["label"]
@@ -79,12 +79,12 @@ class Columns(Dataset[Item]):
 
 
 class FlatSequences:
-    """Token sequences kept end to end in one small-typed tensor, read as int64.
+    """Token sequences stored end to end in one tensor of a small dtype; indexing returns one sequence as int64.
 
     Args:
-        flat: (T,), all tokens; uint8 is enough for bytes.
-        starts, ends: (M,), where each sequence lies; they may overlap.
-        shift: added to every id, so that 0 can be padding.
+        flat: (T,), all tokens, in any integer dtype, such as uint8 for bytes.
+        starts, ends: (M,), range of each sequence in `flat`; ranges may overlap.
+        shift: added to every id when it is read; 1 keeps id 0 free for padding.
 
     >>> flat, starts, ends = torch.tensor([7, 8, 9], dtype=torch.uint8), torch.tensor([0, 2]), torch.tensor([2, 3])
     >>> sequences = FlatSequences(flat, starts, ends, shift=1)
@@ -102,18 +102,18 @@ class FlatSequences:
         return self.flat[self.starts[index] : self.ends[index]].long() + self.shift
 
     def take(self, indices: Tensor) -> FlatSequences:
-        """The chosen sequences, which may repeat; the tokens are shared."""
+        """Select sequences by index, with repetition allowed; the result shares the tokens in `flat`."""
         return FlatSequences(self.flat, self.starts[indices], self.ends[indices], self.shift)
 
 
 def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> dict[str, Tensor]:
-    """Stacks items into a batch; tokens, series and pairs are padded at the end with zeros.
+    """Stack items into a batch; tokens, series and pairs are padded at the end with zeros.
 
-    A padded key brings a mask (B, N) bool, True = takes part: "mask" for tokens and series, "first_mask" and
-    "second_mask" for pairs. A batch without padding has no mask.
+    Each padded key gets a mask (B, N) bool, True = takes part: "mask" for tokens and series, "first_mask" and
+    "second_mask" for pairs. A key without padding gets no mask.
 
     Args:
-        length: pad at least to this length, as the paper's code does; None pads to the longest of the batch.
+        length: minimum length to pad to, as the paper's code does; None pads to the longest item of the batch.
 
     >>> batch = collate([{"tokens": torch.tensor([4, 5, 6])}, {"tokens": torch.tensor([7])}])
     >>> batch["tokens"].tolist(), batch["mask"].tolist()

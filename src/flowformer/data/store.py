@@ -1,4 +1,4 @@
-"""Locations and records of data sets, and the errors for missing, damaged or incomplete ones."""
+"""The folder of all data sets, the record that describes one, and the errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .splits import Splits
 
 
 class MissingDataError(FileNotFoundError):
-    """A data set is missing; the message says what to get, how large it is and where to put it."""
+    """A file of a data set is missing; the message says what to download, its size and where to put it."""
 
 
 class DamagedDataError(ValueError):
@@ -23,13 +23,13 @@ class DamagedDataError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from.
+    """Instructions for obtaining a data set.
 
     Args:
-        name: of the data set.
-        get: how to get it: a download and what to do with it, or the command that generates it. {folder} stands for the
-            folder of all data sets.
-        size: on disk, in words.
+        name: the data set's name in error messages, such as "LRA ListOps".
+        get: instructions for the user: what to download and where to unpack it, or the command that generates it.
+            {folder} is a placeholder for the folder of all data sets.
+        size: size on disk as text, such as "180 MB".
     """
 
     name: str
@@ -37,12 +37,12 @@ class Source:
     size: str
 
     def located(self, folder: Path) -> Source:
-        """The source with the path of the folder filled in."""
+        """Return a copy with {folder} replaced by the path of the folder of all data sets."""
         return replace(self, get=self.get.replace("{folder}", str(folder)))
 
 
 def root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of all data sets: the argument, else $FLOWFORMER_DATA, else ~/.cache/flowformer."""
+    """Return the folder of all data sets: `data_dir`, else $FLOWFORMER_DATA, else ~/.cache/flowformer."""
     chosen = data_dir or os.environ.get("FLOWFORMER_DATA") or Path.home() / ".cache" / "flowformer"
     return Path(chosen).expanduser()
 
@@ -52,13 +52,13 @@ class DataSet:
     """A data set: its source, its files, and the functions that read or generate them.
 
     Args:
-        name: as `load` takes it.
-        source: where to get it.
-        files: from the folder of all data sets to the files, or folders, that must be there; some options of the reader
-            may decide which these are.
-        reader: from that folder and the options of `load` to `Splits`.
-        sizes: how many cases, or what else is counted, the published parts have; None is not known.
-        generator: writes the files into their folder, for synthetic sets.
+        name: the name that `load` takes.
+        source: how to obtain the files.
+        files: function of the folder of all data sets that returns the required files or folders by key. It may also
+            take those options of the reader that decide which files are read.
+        reader: function of the folder of all data sets and the options of `load` that returns `Splits`.
+        sizes: published size of each part, in cases, tokens, bytes or steps; None if unknown.
+        generator: function that writes the files of a synthetic data set into their folder.
     """
 
     name: str
@@ -69,17 +69,17 @@ class DataSet:
     generator: Callable[..., None] | None = None
 
     def missing(self, folder: Path, **options: Any) -> Path | None:
-        """The first missing file.
+        """Return the first required path that does not exist, or None.
 
         Args:
-            options: of the reader; those that do not decide which files are read are ignored.
+            options: options of the reader; those that `files` does not take are ignored.
         """
-        known = inspect.signature(self.files).parameters
-        paths = self.files(folder, **{name: value for name, value in options.items() if name in known})
+        accepted = inspect.signature(self.files).parameters
+        paths = self.files(folder, **{name: value for name, value in options.items() if name in accepted})
         return next((path for path in paths.values() if not path.exists()), None)
 
     def require(self, folder: Path, **options: Any) -> dict[str, Path]:
-        """The files; raises `MissingDataError` if one is missing."""
+        """Return the required files by key; raise `MissingDataError` if one is missing."""
         missing = self.missing(folder, **options)
         if missing is not None:
             source = self.source.located(folder)
@@ -91,7 +91,14 @@ class DataSet:
 
 
 def complete(path: Path, what: str, found: int, published: int | None, *, partial: bool = False) -> str:
-    """A description of how a count differs from the published one; fewer raise `DamagedDataError` unless `partial`."""
+    """Compare a count with the published one and describe the difference; empty if there is none.
+
+    Args:
+        path: the file or folder in which the cases were counted.
+        what: the unit of the counts, such as "images".
+        found, published: the counts; `published` is None if unknown.
+        partial: accept fewer than published. Otherwise, and for a count of 0, raise `DamagedDataError`.
+    """
     if not found:
         raise DamagedDataError(f"{path} has no {what}. Get it again.")
     if published is None or found == published:
@@ -105,12 +112,12 @@ def complete(path: Path, what: str, found: int, published: int | None, *, partia
 
 
 def notes(*differences: str) -> str:
-    """Joins descriptions of differences; empty ones are left out."""
+    """Join the non-empty descriptions of differences."""
     return "; ".join(filter(None, differences))
 
 
 def checksum(paths: Iterable[Path]) -> str:
-    """SHA-256 over the names and contents of files, in order; the first 16 hexadecimal digits."""
+    """Return the first 16 hexadecimal digits of the SHA-256 over the names and contents of files, in this order."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

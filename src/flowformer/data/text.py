@@ -1,7 +1,8 @@
 """Language modelling: WikiText-103 and Penn Treebank by words, enwik8 by bytes.
 
-A case is {"tokens" (L + 1,)}: token i + 1 is to be predicted from tokens 0 to i. Training cases are whole; the last
-case of a validation or test part may be shorter, so that every token is predicted once.
+A case is {"tokens" (L + 1,)}: the model predicts token i + 1 from tokens 0 to i. All training cases have this length
+(unless the data are shorter than one case); the last case of a validation or test part may be shorter, so that every
+token is predicted once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PARTS = ("train", "valid", "test")
 
 
 class TextCases(Columns):
-    """Cases of consecutive tokens; `vocabulary` names the ids, None for bytes."""
+    """Cases of consecutive tokens; `vocabulary` is the word of each id, or None if tokens are bytes."""
 
     def __init__(self, vocabulary: list[str] | None, **columns: Tensor | FlatSequences) -> None:
         super().__init__(**columns)
@@ -36,23 +37,31 @@ class TextCases(Columns):
 
 
 def wikitext103(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
-    """WikiText-103 by words, every word of training in the vocabulary, from folder/wikitext-103/wiki.<part>.tokens.
+    """Read WikiText-103 by words from folder/wikitext-103/wiki.<part>.tokens.
+
+    The vocabulary has every word of the training part.
 
     Args:
-        length: L, how many tokens a case predicts, or reads if there is context.
-        context: how many of the tokens that a validation or test case reads were predicted by cases before it; such
-            cases have a key "context" (), and only predictions from there on count. The paper has 400 of 512.
+        length: L, the number of tokens that a case reads.
+        context: number of tokens that a validation or test case reads again after the previous case. Such cases have a
+            key "context" (), and only the predictions from this position on are scored. The paper uses 400 of 512.
     """
-    return _words(WIKITEXT103, folder, "", partial, length, context)
+    return _load_words(WIKITEXT103, folder, "", partial, length, context)
 
 
 def ptb(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
-    """Penn Treebank by words, in Mikolov's version, from folder/ptb/ptb.<part>.txt; arguments as for `wikitext103`."""
-    return _words(PTB, folder, "not in the paper", partial, length, context)
+    """Read Mikolov's version of the Penn Treebank by words from folder/ptb/ptb.<part>.txt.
+
+    Args: see `wikitext103`.
+    """
+    return _load_words(PTB, folder, "not in the paper", partial, length, context)
 
 
 def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: int = 0) -> Splits:
-    """The first 100 MB of Wikipedia by bytes, 90 / 5 / 5 %, from folder/enwik8; arguments as for `wikitext103`."""
+    """Read the first 100 MB of Wikipedia by bytes from the file folder/enwik8, split 90 / 5 / 5 %.
+
+    Args: see `wikitext103`.
+    """
     path = ENWIK8.require(folder)["all"]
     data = path.read_bytes()
     differs = store.complete(path, "bytes", len(data), ENWIK8.sizes["all"], partial=partial)
@@ -72,7 +81,7 @@ def enwik8(folder: Path, *, partial: bool = False, length: int = 512, context: i
     return Splits(_cases(train, length), _cases(valid, length, context), _cases(test, length, context), info)
 
 
-# sizes are in tokens, the ends of lines among them
+# sizes are in tokens, including one for the end of each line
 WIKITEXT103 = DataSet(
     "wikitext103",
     store.Source(
@@ -105,38 +114,38 @@ ENWIK8 = DataSet(
 RECORDS = (WIKITEXT103, ENWIK8, PTB)
 
 
-def _words(record: DataSet, folder: Path, differs: str, partial: bool, length: int, context: int) -> Splits:
+def _load_words(record: DataSet, folder: Path, differs: str, partial: bool, length: int, context: int) -> Splits:
     paths = record.require(folder)
-    counts = Counter(chain.from_iterable(_lines(paths["train"])))
+    counts = Counter(chain.from_iterable(_read_lines(paths["train"])))
     for word in SPECIAL:
         counts.pop(word, None)
-    # by frequency, then by letters: the same ids everywhere
+    # words of equal frequency are sorted alphabetically, so that ids are reproducible
     vocabulary = [*SPECIAL, *sorted(counts, key=lambda word: (-counts[word], word))]
     ids = {word: index for index, word in enumerate(vocabulary)}
-    found, parts = [differs], []
+    differences, parts = [differs], []
     for part, path in paths.items():
-        # an end of line is prepended, so that the first word is predicted too
+        # start with </s>, so that the first word is predicted too
         tokens = array("i", [_END])
-        for words in _lines(path):
+        for words in _read_lines(path):
             tokens.extend([ids.get(word, _UNKNOWN) for word in words])
-        found.append(store.complete(path, "tokens", len(tokens) - 1, record.sizes[part], partial=partial))
+        differences.append(store.complete(path, "tokens", len(tokens) - 1, record.sizes[part], partial=partial))
         flat = torch.frombuffer(tokens, dtype=torch.int32)
         parts.append(_cases(flat, length, None if part == "train" else context, vocabulary))
     info = DataInfo(
         record.name,
         store.checksum(paths.values()),
-        # padded to a multiple of 8 for tensor cores, as the published vocabulary is
+        # rounded up to a multiple of 8 for tensor cores, as in the published vocabulary
         vocab_size=-(-len(vocabulary) // 8) * 8,
         padding_id=0,
         max_length=length,
-        differs=store.notes(*found),
+        differs=store.notes(*differences),
     )
     train, valid, test = parts
     return Splits(train, valid, test, info)
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
-    """The words of each line, and the end of it."""
+def _read_lines(path: Path) -> Iterator[list[str]]:
+    """Yield the words of each line, followed by </s>."""
     with path.open(encoding="utf-8") as file:
         try:
             for line in file:
@@ -146,12 +155,17 @@ def _lines(path: Path) -> Iterator[list[str]]:
 
 
 def _cases(flat: Tensor, length: int, context: int | None = None, vocabulary: list[str] | None = None) -> TextCases:
-    """Cuts tokens into cases; None as context is for training, where a shorter last case is dropped."""
+    """Cut tokens into cases of `length` + 1 tokens that overlap by `context` + 1.
+
+    Args:
+        flat: (T,), all tokens of a part.
+        context: None for training: cases overlap by one token, and a shorter last case is dropped.
+    """
     check_positive(length=length)
     if not 0 <= (context or 0) < length:
         raise ValueError(f"context must be from 0 to length - 1 = {length - 1}, got {context}.")
     step = length - (context or 0)
-    firsts = torch.arange(0, len(flat) - 1, step)  # the first token that predicts something new
+    firsts = torch.arange(0, len(flat) - 1, step)  # first input token of each case after its context
     ends = (firsts + step + 1).clamp(max=len(flat))
     if context is None and len(ends) > 1 and ends[-1] - firsts[-1] <= length:
         firsts, ends = firsts[:-1], ends[:-1]

@@ -1,6 +1,6 @@
 """Multivariate time series of the UEA archive, read from .ts files.
 
-Features are standardised with the statistics of the training series, missing values are interpolated within their
+Channels are standardised with the statistics of the training series; missing values are interpolated within their
 series. The archive has no validation part.
 
 Shapes: N steps, C channels.
@@ -20,7 +20,7 @@ from . import store
 from .splits import Columns, DataInfo, Splits
 from .store import DataSet
 
-# the ten sets of the paper: training and test cases
+# numbers of training and test cases of the paper's ten data sets
 SIZES = {
     "EthanolConcentration": (261, 263),
     "FaceDetection": (5890, 3524),
@@ -36,10 +36,11 @@ SIZES = {
 
 
 def load(name: str, folder: Path, *, partial: bool = False, max_length: int | None = None) -> Splits:
-    """A set of the archive, from folder/uea/<name>/<name>_{TRAIN,TEST}.ts or from the few sets shipped with aeon.
+    """Read a data set from folder/uea/<name>/<name>_{TRAIN,TEST}.ts, or from the few data sets shipped with aeon.
 
     Args:
-        max_length: longer series are cut; None cuts test series at the longest training series, as the paper's code.
+        max_length: length to which longer series are cut; None means the length of the longest training series, as in
+            the paper's code.
     """
     if max_length is not None:
         check_positive(max_length=max_length)
@@ -75,7 +76,7 @@ def load(name: str, folder: Path, *, partial: bool = False, max_length: int | No
 
 
 def record(name: str) -> DataSet:
-    """A set of the archive, of the paper or not."""
+    """Return the record of any data set of the archive, whether the paper uses it or not."""
     sizes = SIZES.get(name, (None, None))
     return DataSet(
         f"uea/{name}",
@@ -92,27 +93,27 @@ def record(name: str) -> DataSet:
 
 
 def _files(name: str, folder: Path) -> dict[str, Path]:
-    """In folder/uea, else among the few sets shipped with aeon."""
+    """Return the paths of both parts: in folder/uea, or in aeon's installation if only that has the data set."""
     local = folder / "uea" / name
-    # a folder that the user passed but that does not exist is a mistake, which aeon's copy would hide
+    # no fallback to aeon's copy if data_dir does not exist: it would hide the mistyped path
     mistyped = folder != store.root() and not folder.is_dir()
     spec = None if local.exists() or mistyped else importlib.util.find_spec("aeon")
     if spec is not None and spec.origin is not None:
-        bundled = _parts(Path(spec.origin).parent / "datasets" / "data" / name, name)
+        bundled = _part_files(Path(spec.origin).parent / "datasets" / "data" / name, name)
         if all(path.exists() for path in bundled.values()):
             return bundled
-    return _parts(local, name)
+    return _part_files(local, name)
 
 
-def _parts(home: Path, name: str) -> dict[str, Path]:
+def _part_files(home: Path, name: str) -> dict[str, Path]:
     return {part: home / f"{name}_{part}.ts" for part in ("TRAIN", "TEST")}
 
 
 def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
-    """The series, each (N, C) without gaps, their labels, and the names of the classes.
+    """Read a .ts file: the series, each (N, C) without missing values, their labels, and the names of the classes.
 
-    Reads the part of the format that the archive uses. aeon's own reader would make training depend on scikit-learn and
-    numba.
+    Supports only what the archive uses of the format. aeon's reader is not used because it would make training depend
+    on scikit-learn and numba.
     """
     try:
         header, _, body = path.read_text(encoding="utf-8").partition("@data")
@@ -123,7 +124,7 @@ def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
         cases = [line.strip().split(":") for line in body.splitlines() if line.strip()]
         if not cases:
             raise ValueError("it has no cases")
-        series = [_channels(channels) for *channels, _ in cases]
+        series = [_parse_series(channels) for *channels, _ in cases]
         if len({case.shape[1] for case in series}) != 1:
             raise ValueError("its cases differ in their number of channels")
         if not all(np.isfinite(case).all() for case in series):
@@ -133,14 +134,17 @@ def _read(path: Path) -> tuple[list[np.ndarray], list[int], list[str]]:
         raise store.DamagedDataError(f"{path} is damaged: {error}") from error
 
 
-def _channels(texts: list[str]) -> np.ndarray:
-    """(N, C) from numbers with commas between, a text a channel; ? is a gap."""
+def _parse_series(texts: list[str]) -> np.ndarray:
+    """Parse a series (N, C) from the comma-separated values of each channel; ? is a missing value."""
     channels = [np.array(text.replace("?", "nan").split(","), np.float64) for text in texts]
-    return _filled(np.stack(channels, 1))
+    return _interpolate(np.stack(channels, 1))
 
 
-def _filled(series: np.ndarray) -> np.ndarray:
-    """Missing values by linear interpolation, at the ends by the nearest value; a channel without any value is 0."""
+def _interpolate(series: np.ndarray) -> np.ndarray:
+    """Fill missing values of (N, C) in place: by linear interpolation, and by the nearest value at both ends.
+
+    A channel without any value becomes 0.
+    """
     steps = np.arange(len(series))
     for channel in series.T:
         missing = np.isnan(channel)

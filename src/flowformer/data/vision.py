@@ -1,4 +1,4 @@
-"""Images: CIFAR-10 from its pickles, ImageNet-1K from its folders.
+"""Images: CIFAR-10 from its pickle files, ImageNet-1K from one folder per class.
 
 Shapes: M images, Y rows, X columns.
 """
@@ -27,7 +27,7 @@ _CIFAR_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
 
 class Cifar10(NamedTuple):
-    """The images (M, 3, 32, 32) uint8 and labels (M,) of both parts, in the official order."""
+    """CIFAR-10 in memory: images (M, 3, 32, 32) uint8 and labels (M,) of each part, in the official order."""
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -36,7 +36,12 @@ class Cifar10(NamedTuple):
 
 
 class CifarImages(Dataset[Item]):
-    """Images with standardised channels; augmented ones are shifted by up to 4 pixels and mirrored at random."""
+    """CIFAR-10 images with standardised channels.
+
+    Args:
+        images, labels: (M, 3, 32, 32) uint8 and (M,).
+        augment: shift each image by up to 4 pixels and mirror it, at random.
+    """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: bool = False) -> None:
         self.images, self.labels, self.augment = images, labels, augment
@@ -54,11 +59,11 @@ class CifarImages(Dataset[Item]):
 
 
 class FolderImages(Dataset[Item]):
-    """Image files in one folder per class, read when asked for.
+    """Image files in one folder per class; a file is read when its item is indexed.
 
     Args:
-        root: holds the folders.
-        transform: from a PIL image to (3, Y, X).
+        root: the folder that contains the folders of the classes.
+        transform: function from a PIL image to a tensor (3, Y, X).
     """
 
     def __init__(self, root: Path, transform: Any) -> None:
@@ -79,7 +84,7 @@ class FolderImages(Dataset[Item]):
 
 
 def cifar10(folder: Path, *, partial: bool = False, augment: bool = True) -> Splits:
-    """CIFAR-10 as images, official parts; there is no validation part.
+    """Read CIFAR-10 as images with the official training and test parts; there is no validation part.
 
     Args:
         augment: shift and mirror training images at random.
@@ -90,9 +95,9 @@ def cifar10(folder: Path, *, partial: bool = False, augment: bool = True) -> Spl
 
 
 def read_cifar10(folder: Path, *, partial: bool = False) -> Cifar10:
-    """The python version of CIFAR-10, from folder/cifar-10-batches-py."""
+    """Read the Python version of CIFAR-10 from folder/cifar-10-batches-py."""
     paths = list(CIFAR10.require(folder).values())
-    batches = [_batch(path) for path in paths]
+    batches = [_read_batch(path) for path in paths]
     differs = [
         store.complete(path, "images", len(labels), CIFAR10.sizes[path.name], partial=partial)
         for path, (_, labels) in zip(paths, batches, strict=True)
@@ -102,7 +107,7 @@ def read_cifar10(folder: Path, *, partial: bool = False) -> Cifar10:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds arrays and plain containers, nothing else: a pickle from the web may otherwise run anything."""
+    """Unpickler that accepts only arrays and plain containers, since a downloaded pickle may execute any code."""
 
     _ALLOWED = (
         "numpy ndarray",
@@ -117,11 +122,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module} {name}" not in self._ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which images do not need")
-        # the modules were renamed in NumPy 2; either NumPy reads the files of both
+        # NumPy 2 renamed numpy.core to numpy._core; files may have been written with either name
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 
-def _batch(path: Path) -> tuple[Tensor, Tensor]:
+def _read_batch(path: Path) -> tuple[Tensor, Tensor]:
+    """Read the images (M, 3, 32, 32) uint8 and labels (M,) of one pickle file."""
     try:
         with path.open("rb") as file:
             batch = _Unpickler(file, encoding="bytes").load()
@@ -139,14 +145,15 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
 def imagenet(
     folder: Path, *, partial: bool = False, size: int = 224, augment: bool = True, erase: float = 0.0
 ) -> Splits:
-    """ImageNet-1K from folder/imagenet/{train,val}/<class>/*.JPEG with the paper's augmentation; val is the test part.
+    """Read ImageNet-1K from folder/imagenet/{train,val}/<class>/*.JPEG with the paper's augmentation.
 
-    The checksum is of the names and sizes of the files, not of their 150 GB. A damaged image is named when it is read.
+    The official validation images are the test part. The checksum covers only the names and sizes of the files, since
+    their content is 150 GB. A damaged image raises `DamagedDataError` only when its item is indexed.
 
     Args:
-        size: Y = X of an image; evaluation takes the centre crop of an image scaled to 8/7 of it.
-        augment: random augmentation and colour jitter; False has random crops and reflections only.
-        erase: how often a random rectangle of a training image becomes noise; DeiT has 0.25.
+        size: Y = X of an image. Test images are scaled to 8/7 of this size and cropped at the centre.
+        augment: apply RandAugment and colour jitter to training images; False applies random crops and mirroring only.
+        erase: probability that a random rectangle of a training image is replaced by noise; DeiT uses 0.25.
     """
     roots = IMAGENET.require(folder)
     timm = optional_import("timm.data", "timm")

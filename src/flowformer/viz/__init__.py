@@ -1,4 +1,4 @@
-"""The paper's figures from a trained model, and the curves of runs and benchmarks; needs matplotlib."""
+"""Figures: the paper's maps of a trained model, training curves, and speeds of benchmarks. Requires matplotlib."""
 
 from .comparison import compare_over_images, compare_over_time, degeneracies, source_weights
 from .curves import speed_bars, speed_curves, speed_figure, training_curves

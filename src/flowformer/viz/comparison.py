@@ -1,4 +1,4 @@
-"""The paper's comparison of attentions: the weights of the sources, for the same images or series, side by side.
+"""The paper's comparison of attentions: source weights of several models on the same images or series.
 
 Shapes: B examples, N tokens, C channels, Y × X pixels, H heads, L layers.
 """
@@ -19,14 +19,14 @@ from .maps import image_panels, over_pixels
 
 @torch.no_grad()
 def source_weights(model: FlowModel, *inputs: Any, layer: int = -1) -> Tensor:
-    """The weight of each source, (B, N), averaged over the heads, as plotted in the paper.
+    """Return the weight of each source, (B, N), averaged over the heads, as plotted in the paper.
 
-    For Flow-Attention this is the competition; for others the total weight that a source gets from all sinks.
+    For Flow-Attention this is the competition; for other attentions, the sum of a source's weights over all sinks.
 
     Args:
-        model: with any attention, in evaluation mode.
-        inputs: what the model takes.
-        layer: whose weights.
+        model: a model with any attention, in evaluation mode.
+        inputs: inputs of the model.
+        layer: index of the layer.
     """
     if is_flow(model.config.attention):
         with record_maps(model) as flows:
@@ -38,31 +38,34 @@ def source_weights(model: FlowModel, *inputs: Any, layer: int = -1) -> Tensor:
 
 
 def degeneracies(models: Mapping[str, FlowModel], *inputs: Any, top: float = 0.1) -> dict[str, list[Degeneracy]]:
-    """How degenerate the attention of each model is in each layer, by name; see `nn.MatrixMaps.degeneracy`.
+    """Measure how degenerate the attention of each model is in each layer; see `nn.MatrixMaps.degeneracy`.
 
     Args:
-        models: by the name to give them, in evaluation mode.
-        inputs: what they take.
+        models: models by name, in evaluation mode.
+        inputs: inputs of every model.
+        top: fraction of the sources that count as the top, whose share of the total weight is measured.
     """
-    found = {}
+    by_model = {}
     for name, model in models.items():
         with torch.no_grad(), record_matrices(model) as matrices:
             model(*inputs)
-        found[name] = [maps.degeneracy(top) for maps in matrices]
-    return found
+        by_model[name] = [maps.degeneracy(top) for maps in matrices]
+    return by_model
 
 
 def compare_over_images(
     models: Mapping[str, FlowModel], images: Tensor, shown: Tensor, *, titles: Sequence[str] = (), layer: int = -1
 ) -> Figure:
-    """Images, and beside each the weights of its patches in every model, each map scaled from minimum to maximum.
+    """Draw a row per image: the image, then the source weights of its patches in each model.
+
+    Each map is scaled from its minimum to its maximum.
 
     Args:
-        models: by the name above their column, as {"Flowformer": …, "Transformer": …}.
-        images: (B, 3, Y, X), as the models take them.
-        shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one per image, or none.
-        layer: whose weights.
+        models: models by column title, such as {"Flowformer": …, "Transformer": …}, in evaluation mode.
+        images: (B, 3, Y, X), inputs of the models.
+        shown: (B, 3, Y, X), the same images as they are drawn, with values from 0 to 1.
+        titles: one per image, or empty.
+        layer: index of the layer.
     """
     weights = {name: source_weights(model, images, layer=layer).cpu() for name, model in models.items()}
     figure = Figure(figsize=(2.1 * (1 + len(models)), 2.2 * len(images)), layout="constrained")
@@ -83,28 +86,30 @@ def compare_over_time(
     titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
-    """Time series, and below each the weights of its steps in every model, relative to the mean over the steps.
+    """Draw a column per time series: the series, then the source weights of its steps in each model.
+
+    Weights are relative to their mean over the steps.
 
     Args:
-        models: by the name in the legend.
-        series: (B, N, C), a column of panels each.
+        models: models by the label of their row, in evaluation mode.
+        series: (B, N, C).
         mask: (B, N) bool, True = takes part.
-        titles: one per series, or none.
-        layer: whose weights.
+        titles: one per series, or empty.
+        layer: index of the layer.
     """
     weights = {name: source_weights(model, series, mask, layer=layer).cpu() for name, model in models.items()}
-    lengths = [series.shape[1]] * len(series) if mask is None else mask.sum(1).tolist()
+    present = torch.ones(series.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
     figure = Figure(figsize=(3.6 * len(series), 1.3 * (1.5 + len(models))), layout="constrained")
     heights = [1.5, *(1.0 for _ in models)]
     panels = figure.subplots(
         1 + len(models), len(series), squeeze=False, sharex="col", gridspec_kw={"height_ratios": heights}
     )
     for i, column in enumerate(panels.T):
-        steps = range(lengths[i])
-        column[0].plot(steps, series[i, : lengths[i]].cpu().numpy(), linewidth=0.8, alpha=0.7)
+        steps = range(int(present[i].sum()))
+        column[0].plot(steps, series[i].cpu()[present[i]].numpy(), linewidth=0.8, alpha=0.7)
         column[0].set_title(titles[i] if titles else "", fontsize=10)
         for number, (panel, (name, values)) in enumerate(zip(column[1:], weights.items(), strict=True)):
-            row = values[i, : lengths[i]]
+            row = values[i, present[i]]
             panel.plot(steps, (row / row.mean()).numpy(), color=f"C{number}")
             panel.axhline(1, color="grey", linewidth=0.6, linestyle=":")
             panel.set_ylabel(name, fontsize=8)

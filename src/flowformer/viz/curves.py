@@ -1,4 +1,4 @@
-"""Curves of training runs over their updates and of benchmarks over the length; bars of steps per second."""
+"""Training curves, and the speeds of benchmarks as curves over the sequence length or as bars."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 
 def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
-    """The loss and every score of runs over their updates; scores that no run has recorded get no panel.
+    """Draw the training loss and each evaluation score over the updates, one panel each with all runs.
 
     Args:
-        logs: the records of each run, by the name it has in the legend.
+        logs: log records of each run, by its label in the legend.
     """
     panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for name, log in logs.items():
@@ -46,9 +46,10 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
 
 
 def speed_curves(path: Path) -> Figure:
-    """Time over the length, from the CSV of a benchmark; forward in the top row, forward and backward below.
+    """Draw the time of each contestant over the sequence length, from the CSV of `flowformer bench attention`.
 
-    A column for each kind of attention, shape, device and dtype: only the length differs along a line.
+    The top row shows forward passes, the bottom row forward and backward passes. Each combination of kind of attention,
+    other dimensions, device and dtype has its own column, so that only the length varies along a line.
     """
     steps = {"forward_ms": "forward, ms", "both_ms": "forward + backward, ms"}
     times: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = defaultdict(
@@ -62,7 +63,7 @@ def speed_curves(path: Path) -> Figure:
             others = " ".join(row["shape"].replace(length[0], " ").split())
             column = f"{row['kind']}\n{_conditions(row, others)}"
             for step in steps:
-                if row[step]:  # what did not fit into memory has no time
+                if row[step]:  # empty if the run did not fit into memory
                     times[column][step][row["contestant"]].append((int(length[1]), float(row[step])))
     if not times:
         raise ValueError(f"{path} has no rows with a time.")
@@ -76,16 +77,17 @@ def speed_curves(path: Path) -> Figure:
             for name, points in parts[step].items():
                 panel.plot(*zip(*sorted(points), strict=True), marker=".", label=name)
             panel.set(xscale="log", yscale="log", ylabel=label, xlabel="tokens")
-            panel.tick_params(axis="x", labelbottom=True)  # the panel below may be empty
+            panel.tick_params(axis="x", labelbottom=True)  # sharex hides these labels, but the panel below may be empty
             panel.legend(fontsize=8)
         panels[0].set_title(title, fontsize=10)
     return figure
 
 
 def speed_bars(path: Path) -> Figure:
-    """Steps per second of every attention, from the CSV of `flowformer bench lra`; a panel for each mode and length.
+    """Draw steps per second of each attention, from the CSV of `flowformer bench lra`, a panel per mode and length.
 
-    The dashed line is softmax attention. A diamond marks the paper's ratio to it.
+    The dashed line is the speed of softmax attention. A diamond is this speed times the paper's ratio of the attention
+    to softmax.
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -132,7 +134,7 @@ def speed_bars(path: Path) -> Figure:
 
 
 def _conditions(row: Mapping[str, str], shape: str) -> str:
-    """The conditions of a row: device, dtype and shape, as far as the row has them."""
+    """Describe the conditions of a row: those of device, dtype, compiled and shape that it has."""
     compiled = "compiled" if row.get("compiled") == "True" else ""
     return ", ".join(filter(None, (row.get("device"), row.get("dtype"), compiled, shape)))
 
@@ -142,7 +144,7 @@ _BARS = ("attention", "length", "mode", "status", "steps_per_second")
 
 
 def speed_figure(path: Path) -> Figure:
-    """The figure of a benchmark's CSV: bars or curves, depending on its columns."""
+    """Draw the CSV of a benchmark as bars or curves, depending on its columns."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; accepted: the CSV that a benchmark wrote with --csv or --out.")
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Competition and allocation, drawn over the series or images that they belong to.
+"""Competition and allocation of a model, drawn with the series or images that they were computed from.
 
 Shapes: B examples, N tokens, C channels, Y × X pixels, H heads.
 """
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models import FlowformerDeiT, FlowformerTimeSeries, FlowformerVision
+from ..models.base import FlowModel
 from ..ops import FlowMaps
 
 
@@ -30,27 +31,28 @@ def over_time(
     layer: int = -1,
     columns: int = 3,
 ) -> Figure:
-    """Time series, and below each the competition (as sources) and allocation (as sinks) of its steps.
+    """Draw time series, and below each the competition (as sources) and allocation (as sinks) of its steps.
 
-    Competition uses the left axis and allocation the right one, with the same scales in all panels.
+    Lines are means over the heads, bands range from the lowest to the highest head. Competition uses the left axis and
+    allocation the right one, with the same scales in all panels.
 
     Args:
-        series: (B, N, C), a panel each.
+        series: (B, N, C), one panel per series.
         mask: (B, N) bool, True = takes part.
-        titles: one per panel, or none.
-        layer: whose maps; the mean over the heads is drawn, and how far the heads are apart.
-        columns: panels side by side.
+        titles: one per panel, or empty.
+        layer: index of the layer.
+        columns: number of panels in a row.
     """
-    maps, source = _maps_of(model.eval()(series, mask, return_maps=True)[1], layer)
+    maps, description = _layer_maps(_compute_maps(model, series, mask), layer)
     present = torch.ones(series.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
     columns = min(columns, len(series))
     rows = -(-len(series) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.6), layout="constrained")
-    figure.suptitle(source, fontsize=10)
+    figure.suptitle(description, fontsize=10)
     panels = figure.subplots(
         2 * rows, columns, squeeze=False, sharex="col", gridspec_kw={"height_ratios": [2, 1.4] * rows}
     )
-    scales = [_range(values, present) for values in (maps.competition, maps.allocation)]
+    scales = [_axis_limits(values, present) for values in (maps.competition, maps.allocation)]
     handles: dict[str, Artist] = {}
     for i in range(rows * columns):
         above, below = panels[2 * (i // columns), i % columns], panels[2 * (i // columns) + 1, i % columns]
@@ -77,7 +79,7 @@ def over_time(
             axis.tick_params(axis="y", labelcolor=colour, labelsize=7)
             axis.set_ylabel(name, color=colour, fontsize=8)
         below.set_xlabel("step", fontsize=8)
-        below.tick_params(axis="x", labelbottom=True, labelsize=7)  # the last row of a column may be empty
+        below.tick_params(axis="x", labelbottom=True, labelsize=7)  # sharex hides these, but the last row may be empty
     figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=2, loc="outside lower center")
     return figure
 
@@ -91,17 +93,19 @@ def over_images(
     titles: Sequence[str] = (),
     layer: int = -1,
 ) -> Figure:
-    """Images, and beside each the competition (as sources) and allocation (as sinks) of its patches.
+    """Draw images, and next to each the competition (as sources) and allocation (as sinks) of its patches.
+
+    Maps are means over the heads; the colour scale below each column is the same for all images.
 
     Args:
-        images: (B, 3, Y, X), as the model takes them.
-        shown: (B, 3, Y, X) from 0 to 1, as a reader sees them.
-        titles: one per image, or none.
-        layer: whose maps; the mean over the heads is drawn, on one scale for all images, shown below.
+        images: (B, 3, Y, X), inputs of the model.
+        shown: (B, 3, Y, X), the same images as they are drawn, with values from 0 to 1.
+        titles: one per image, or empty.
+        layer: index of the layer.
     """
-    maps, source = _maps_of(model.eval()(images, return_maps=True)[1], layer)
+    maps, description = _layer_maps(_compute_maps(model, images), layer)
     figure = Figure(figsize=(6.3, 2.1 * len(images) + 0.9), layout="constrained")
-    figure.suptitle(source, fontsize=10)
+    figure.suptitle(description, fontsize=10)
     panels = image_panels(figure, shown, 3, titles)
     for column, (name, values) in enumerate((("competition", maps.competition), ("allocation", maps.allocation)), 1):
         means = values.float().mean(1).cpu()  # (B, N)
@@ -120,7 +124,7 @@ def over_images(
 
 
 def image_panels(figure: Figure, shown: Tensor, columns: int, titles: Sequence[str]) -> Any:
-    """A row of panels for each image (B, 3, Y, X), all with the image in them; the title is on the first."""
+    """Add a row of panels for each image (B, 3, Y, X); each panel shows the image, the first one has the title."""
     panels = figure.subplots(len(shown), columns, squeeze=False)
     for i, row in enumerate(panels):
         for panel in row:
@@ -131,14 +135,28 @@ def image_panels(figure: Figure, shown: Tensor, columns: int, titles: Sequence[s
 
 
 def over_pixels(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Values of tokens (B, N) interpolated to the pixels of their images, (B, Y, X), and on the grid of the tokens."""
+    """Interpolate values of tokens (B, N) to the pixels of their images.
+
+    Returns:
+        the interpolated values (B, Y, X), and the values on the grid of the tokens (B, rows, columns).
+    """
     rows, columns, leading = _grid(values.shape[1], height, width)
     grids = values[:, leading:].reshape(len(values), 1, rows, columns)
     return F.interpolate(grids, (height, width), mode="bilinear")[:, 0], grids[:, 0]
 
 
-def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
-    """The maps of a layer, and a description of the layer."""
+def _compute_maps(model: FlowModel, *inputs: Tensor | None) -> list[FlowMaps]:
+    """Return the maps of all layers in evaluation mode; a model in training mode is set back to it."""
+    was_training = model.training
+    model.eval()
+    try:
+        return model(*inputs, return_maps=True)[1]
+    finally:
+        model.train(was_training)
+
+
+def _layer_maps(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
+    """Return the maps of a layer, and a description of the layer."""
     if not -len(maps) <= layer < len(maps):
         raise ValueError(
             f"the model has {len(maps)} layers; accepted: from {-len(maps)} to {len(maps) - 1}, got {layer}."
@@ -147,16 +165,16 @@ def _maps_of(maps: list[FlowMaps], layer: int) -> tuple[FlowMaps, str]:
     return maps[layer], f"layer {layer % len(maps) + 1} of {len(maps)}, {heads} head{'s' if heads > 1 else ''}"
 
 
-def _range(values: Tensor, present: Tensor) -> tuple[float, float]:
-    """Minimum and maximum of (B, H, N) where steps are present, (B, N), with a margin."""
-    there = values.float().cpu().movedim(1, 2)[present]  # (steps, H)
-    low, high = float(there.min()), float(there.max())
-    room = 0.05 * (high - low) or 0.5
-    return low - room, high + room
+def _axis_limits(values: Tensor, present: Tensor) -> tuple[float, float]:
+    """Return the range of values (B, H, N) over the steps that are present, (B, N) bool, with a margin."""
+    valid = values.float().cpu().movedim(1, 2)[present]  # (steps, H)
+    low, high = float(valid.min()), float(valid.max())
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def _grid(tokens: int, height: int, width: int) -> tuple[int, int, int]:
-    """Rows and columns of the tokens of an image, and how many tokens come before them.
+    """Return the rows and columns of an image's grid of tokens, and the number of tokens before it (class token).
 
     >>> _grid(16, 32, 32), _grid(197, 224, 224)
     ((4, 4, 0), (14, 14, 1))

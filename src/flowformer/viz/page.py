@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-POINTS = 300  # per curve: more than a screen shows
+POINTS = 300  # maximum number of points of a curve, which is more than a screen resolves
 
 
 def results_page(
@@ -19,14 +19,14 @@ def results_page(
     runs: Sequence[Mapping[str, Any]],
     figures: Mapping[str, Path],
 ) -> str:
-    """The page as one text.
+    """Return the page as HTML.
 
     Args:
-        title: of the page.
-        tables: each with "title", "note", "headings" and "lines": a name and its cells, each None or with "text",
-            "value" to sort by, "below" (smaller lines of text) and "runs", the places of its runs in `runs`.
-        runs: each with "name", "facts" (what is shown of its provenance) and "log", the records of its log.
-        figures: images by their captions.
+        title: title of the page.
+        tables: each with "title", "note", "headings" and "lines". A line is a name and its cells; a cell is None or has
+            "text", "value" (to sort by), "below" (smaller lines of text) and "runs" (indices into `runs`).
+        runs: each with "name", "facts" (provenance to show) and "log" (log records).
+        figures: paths of PNG images by caption.
     """
     data = {
         "tables": _finite(tables),
@@ -36,13 +36,13 @@ def results_page(
             for caption, path in figures.items()
         ],
     }
-    # escaped, so that a tag such as </script> in the data does not end the script
+    # escape "<", so that </script> in the data does not end the script element
     payload = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return _TEMPLATE.replace("@title@", html.escape(title)).replace("@data@", payload)
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, which diverged runs have and JSON does not."""
+    """Replace NaN and infinity, which diverged runs have and JSON cannot represent, by None, recursively."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def _finite(value: Any) -> Any:
 
 
 def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """The training loss and every score of the evaluations as points (update, value), without NaN and infinity."""
+    """Return the training loss and each evaluation score as points (update, value), without NaN and infinity."""
     curves: dict[str, list[list[float]]] = {}
     for record in log:
         if record["kind"] == "train":
@@ -61,7 +61,13 @@ def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
                 if isinstance(value, float) and name != "epoch":
                     curves.setdefault(f"{record['split']} {name}", []).append([record["step"], value])
     drawn = {name: [point for point in points if math.isfinite(point[1])] for name, points in curves.items()}
-    return {name: points[:: max(1, -(-len(points) // POINTS))] for name, points in drawn.items() if len(points) > 1}
+    return {name: _thinned(points) for name, points in drawn.items() if len(points) > 1}
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Keep every n-th point, at most `POINTS` of them, counted from the last one: it is the result of the run."""
+    step = -(-len(points) // POINTS)
+    return points[::-step][::-1]
 
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -148,12 +154,12 @@ function drawTable(table) {
     const line = make("tr", body);
     make("td", line, name);
     for (const cell of cells) {
-      const place = make("td", line, cell ? cell.text : "");
-      place.dataset.value = cell && cell.value !== null ? cell.value : "";
-      for (const text of cell?.below ?? []) make("small", place, text);
+      const td = make("td", line, cell ? cell.text : "");
+      td.dataset.value = cell && cell.value !== null ? cell.value : "";
+      for (const text of cell?.below ?? []) make("small", td, text);
       if (cell && cell.runs.length) {
-        place.className = "runs";
-        place.onclick = () => showRuns(place, name, cell.runs);
+        td.className = "runs";
+        td.onclick = () => showRuns(td, name, cell.runs);
       }
     }
   }
@@ -169,8 +175,8 @@ function chart(parent, name, lines) {
   const x = value => left + width * (value - x0) / (x1 - x0 || 1);
   const y = value => top + height - height * (value - y0) / (y1 - y0 || 1);
   make("text", svg, name, {x: left, y: 12});
-  for (const [value, place] of [[y1, top + 8], [y0, top + height]]) {
-    make("text", svg, Number(value.toPrecision(3)), {x: left - 5, y: place, "text-anchor": "end"});
+  for (const [value, textY] of [[y1, top + 8], [y0, top + height]]) {
+    make("text", svg, Number(value.toPrecision(3)), {x: left - 5, y: textY, "text-anchor": "end"});
   }
   const end = {x: left + width, y: top + height + 15, "text-anchor": "end"};
   make("text", svg, x1.toLocaleString("en") + " updates", end);
@@ -181,12 +187,12 @@ function chart(parent, name, lines) {
   }
 }
 
-function showRuns(place, name, numbers) {
+function showRuns(td, name, numbers) {
   for (const other of document.querySelectorAll("td.chosen")) other.classList.remove("chosen");
-  place.classList.add("chosen");
+  td.classList.add("chosen");
   const detail = document.getElementById("detail");
   detail.replaceChildren();
-  make("button", detail, "close").onclick = () => { detail.replaceChildren(); place.classList.remove("chosen"); };
+  make("button", detail, "close").onclick = () => { detail.replaceChildren(); td.classList.remove("chosen"); };
   const runs = numbers.map((number, i) => ({...data.runs[number], colour: colours[i % colours.length]}));
   const names = [...new Set(runs.flatMap(run => Object.keys(run.curves)))];
   const charts = make("div", detail, null, {class: "charts"});
