@@ -1,4 +1,4 @@
-"""Flow-Attention as modules; each is imported when it is first asked for."""
+"""Flow-Attention as torch modules. The submodules are imported lazily, on first access to one of their names."""
 
 from __future__ import annotations
 
