@@ -1,4 +1,4 @@
-"""What the models share: a frozen config, a folder to save to and load from, checkpointed layers, recorded maps."""
+"""Base class of the models: config, save_pretrained and from_pretrained, gradient checkpointing, recorded maps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WEIGHTS_FILE = "model.safetensors"
 class FlowModel(nn.Module):
     """A model built from a frozen dataclass, `config_class`.
 
-    `gradient_checkpointing = True` makes training keep the inputs of each layer only and compute the rest again in the
+    `gradient_checkpointing = True` keeps only the inputs of each layer during training and recomputes the rest in the
     backward pass.
     """
 
     config_class: ClassVar[type]
     config: Any
-    checkpoint: Callable = staticmethod(partial(checkpoint, use_reentrant=False))  # runs a layer
+    checkpoint: Callable = staticmethod(partial(checkpoint, use_reentrant=False))  # (layer, *inputs) -> output
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class FlowModel(nn.Module):
         self.gradient_checkpointing = False
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors into a folder, made if need be."""
+        """Write config.json and model.safetensors to a folder, which is created if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
@@ -53,7 +53,10 @@ class FlowModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """The model that `save_pretrained` wrote to a folder, in evaluation mode, in the dtype it was saved in."""
+        """Load a model that `save_pretrained` wrote, in evaluation mode.
+
+        The model has the dtype of the saved weights, or torch's default dtype if they have several.
+        """
         folder = Path(folder)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
@@ -75,18 +78,19 @@ class FlowModel(nn.Module):
         return model.eval()
 
     def num_parameters(self, *, trainable: bool = False) -> int:
-        """How many numbers the parameters hold, tied ones counted once."""
+        """The number of parameters, tied ones counted once; `trainable` counts only those with requires_grad."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable)
 
     def _layer(self, layer: nn.Module, *args, **kwargs):
-        """layer(*args), computed again in the backward pass if gradient checkpointing is on."""
+        """Run layer(*args, **kwargs), with gradient checkpointing if it is on."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return self.checkpoint(partial(layer, **kwargs), *args)
         return layer(*args, **kwargs)
 
     def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:
-        """The output, and the maps of each layer."""
-        # a recomputed layer records no maps, and torch refuses one that differs from its first run
+        """Run the model and return its output and the flow maps of each layer."""
+        # checkpointing is off: the backward pass runs after `record_maps`, so a recomputed layer would record no maps,
+        # and torch raises if recomputation differs from the first run
         checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, False
         try:
             with record_maps(self) as maps:
@@ -96,7 +100,7 @@ class FlowModel(nn.Module):
 
 
 def options_with_dropout(config: Any) -> dict[str, Any]:
-    """The options of the attention, with config.attention_dropout where it is softmax attention."""
+    """Return config.attention_options; for softmax attention, with config.attention_dropout as `weight_dropout`."""
     if config.attention != "softmax":
         return config.attention_options
     dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
@@ -104,7 +108,7 @@ def options_with_dropout(config: Any) -> dict[str, Any]:
 
 
 def config_from(config_class: type, fields: dict[str, Any]) -> Any:
-    """A config from plain values, as JSON holds them; an unknown name is an error that says the nearest right one."""
+    """Build a config from JSON values. The error for an unknown field suggests the nearest name."""
     known = {field.name: field for field in dataclasses.fields(config_class)}
     for name in fields:
         if name not in known:

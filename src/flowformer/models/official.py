@@ -1,7 +1,7 @@
-"""The authors' checkpoints, read into our models by the names of their weights.
+"""Loads the authors' checkpoints into our models, by renaming their weights.
 
-Sizes are read off the weights; what weights do not tell, such as the number of heads, is an argument with the published
-default. Every model gets the variant of the release it comes from, so it computes what the authors' code computes.
+Sizes come from the shapes of the weights. The number of heads, which no shape shows, is an argument with the published
+value as default. Every model gets the variant of its release, so it computes the same function as the authors' code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .vision import FlowformerVision, VisionConfig
 Weights = Mapping[str, Tensor]
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# what the releases call the four projections of an attention
+# names of the four projections of an attention, in the releases and here
 _PROJECTIONS = {
     rf"{theirs}_projection\.": f"{ours}_proj."
     for theirs, ours in {"query": "q", "key": "k", "value": "v", "out": "out"}.items()
@@ -33,11 +33,11 @@ _PROJECTIONS = {
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file; pickled code is refused, never run.
+    """Read the state dict in a .safetensors, .pt or .pth file. Files with pickled code are refused (weights_only).
 
-    Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". The prefix that
-    data-parallel training adds to each name is taken off, and so are the counters that a profiler left in the vision
-    release. fairseq's checkpoints also hold the arguments of its command, which are read as plain values.
+    Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". Removes the prefix
+    "module." of data-parallel training, and the entries total_ops and total_params that a profiler left in the vision
+    release. Also accepts the argparse.Namespace of command-line arguments in fairseq's checkpoints.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -52,7 +52,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
-    """The classifier of the time-series release."""
+    """Load the classifier of the time-series release."""
     source = _Source("time-series", weights)
     embed_dim, num_features = source["project_inp.weight"].shape
     max_length = source["pos_enc.pe"].shape[0]
@@ -63,7 +63,7 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         embed_dim=embed_dim,
         num_heads=num_heads,
         **source.depth_and_mlp("encoder.attn_layers", "conv1"),
-        # the release lets attention see the padding
+        # the release does not mask padding in the attention
         mask_padding=False,
         variant=FlowVariant.named("timeseries"),
     )
@@ -79,8 +79,8 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         **_PROJECTIONS,
     }
 
-    # the release writes the maps of its feed-forward networks as convolutions of width one, and has an axis too many
-    # in its table of positions
+    # the release has convolutions of width 1 instead of linear layers in its feed-forward networks, and positions of
+    # shape (max_length, 1, W)
     def squeeze(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
         axis = {"positions.weight": 1}.get(name, -1)
         return [(name, x.squeeze(axis) if x.dim() == 3 else x)]
@@ -89,7 +89,7 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
 
 
 def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
-    """The hierarchical classifier of the vision release."""
+    """Load the hierarchical classifier of the vision release."""
     source = _Source("vision", weights)
     stages = source.count(r"patch_embed\.(\d+)\.")
     patches = [source[f"patch_embed.{i}.proj.weight"] for i in range(stages)]
@@ -126,7 +126,7 @@ def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
 
 
 def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
-    """The language model of the GPT module."""
+    """Load the language model of the authors' GPT module."""
     source = _Source("GPT", weights)
     vocab_size, embed_dim = source["transformer.wte.weight"].shape
     config = LMConfig(
@@ -159,14 +159,14 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
 
 
 def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
-    """The language model of the WikiText-103 release, which fairseq trains and saves.
+    """Load the language model of the WikiText-103 release, a fairseq checkpoint.
 
-    Its words have the numbers of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, the others are in the
+    Token ids are those of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, followed by the words in the
     order of its dict.txt.
     """
     source = _Source("language", weights)
     embedding = source["decoder.embed_tokens.weight"]
-    # tied weights are saved twice
+    # fairseq saves tied weights twice
     head = weights.get("decoder.output_projection.weight", embedding)
     tied = torch.equal(head, embedding)
     unused = ["decoder.version", "decoder.embed_positions._float_tensor"]
@@ -194,7 +194,7 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
 
 
 def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
-    """The causal attention of the reinforcement-learning release."""
+    """Load the causal attention of the reinforcement-learning release."""
     source = _Source("reinforcement-learning", weights)
     inner_dim, embed_dim = source["query_projection.weight"].shape
     attention = FlowAttention(
@@ -204,7 +204,7 @@ def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
 
 
 class _Source:
-    """The weights of one release, and what to say if they are not those."""
+    """The weights of a checkpoint, with errors that name the release it should come from."""
 
     def __init__(self, release: str, weights: Weights) -> None:
         self.release, self.weights = release, weights
@@ -218,15 +218,15 @@ class _Source:
         return self.weights[name]
 
     def count(self, pattern: str) -> int:
-        """How many distinct numbers the group of the pattern matches."""
+        """The number of distinct values that the first group of the pattern matches in the names of the weights."""
         return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
 
     def depth_and_mlp(self, layers: str, linear: str) -> dict[str, Any]:
-        """How many layers there are, and the inner width of their feed-forward networks.
+        """Return num_layers and mlp_dim, the number of layers and the inner width of their feed-forward networks.
 
         Args:
-            layers: the name of the list of layers.
-            linear: the first map of the feed-forward network, inside a layer.
+            layers: name of the list of layers.
+            linear: name, within a layer, of the first linear map of the feed-forward network.
         """
         depth = self.count(rf"{re.escape(layers)}\.(\d+)\.")
         return {"num_layers": depth, "mlp_dim": self[f"{layers}.0.{linear}.weight"].shape[0]}
@@ -237,7 +237,14 @@ class _Source:
         names: Mapping[str, str],
         split: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]] = lambda name, x: [(name, x)],
     ) -> _Model:
-        """The model with these weights, in their dtype, in evaluation mode; one too many or too few is an error."""
+        """Load the weights into the model, in their dtype, and return it in evaluation mode.
+
+        Missing, superfluous and misshapen weights are errors.
+
+        Args:
+            names: pattern -> replacement; applied to each name in order, at its start or after a dot.
+            split: converts a renamed weight to one or several (name, weight) of the model.
+        """
         ours: dict[str, Tensor] = {}
         came_from: dict[str, str] = {}
         for theirs, value in self.weights.items():

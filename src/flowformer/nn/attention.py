@@ -205,7 +205,7 @@ class FlowAttention(ProjectedAttention):
             nn.init.zeros_(powers)
 
     def new_state(self, batch_size: int) -> FlowState:
-        """The empty state of `batch_size` sequences: pass it with the prompt, and each returned state with the next call."""
+        """The empty state of `batch_size` sequences, for the first call; each call returns the state for the next."""
         weight = self.v_proj.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         sizes = batch_size, self.num_heads, self.head_dim
@@ -411,7 +411,7 @@ def attention_names() -> list[str]:
 
 
 def is_observed(model: nn.Module) -> bool:
-    """Whether an attention of the model records maps or has a forward hook; both expect a padded, not a packed batch."""
+    """Whether an attention of the model records maps or has a forward hook; both expect a padded batch."""
     attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
     is_recorded = any(getattr(each, "_recorded", None) is not None for each in attentions)
     return is_recorded or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
