@@ -1,4 +1,4 @@
-"""Checkpoints of timm's ViT and DeiT, and of another image size, for the models registered here.
+"""Conversion of checkpoints for our timm models: from timm's ViT and DeiT, and from other image sizes.
 
 Shapes: N tokens, P tokens before the cells of the grid (the class token), W width.
 """
@@ -17,7 +17,7 @@ from ...models.vision import FlowformerVision
 if TYPE_CHECKING:
     from .flowformer import _TimmModel
 
-# timm's names of the parts of a block
+# names of the parts of a block, in timm and here
 _PARTS = {
     "norm1": "attention_norm",
     "norm2": "mlp_norm",
@@ -28,11 +28,11 @@ _PARTS = {
 
 
 def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
-    """The weights under the names of `model`, with positions for its image size.
+    """Rename the weights to the names of `model`, and interpolate the positions to its image size.
 
-    Weights of timm's ViT and DeiT fill a `deit_*_flow` model. Of the hierarchical model they fill the stem, the patches
-    and their positions, if it has their width: load them with strict=False. Names that are not known stay as they are.
-    A grid of positions of another size is taken to be square.
+    Weights of timm's ViT and DeiT fill all of a `deit_*_flow` model. In the hierarchical model they fill only the stem,
+    that is the first patch embedding and the positions, which must have the same width; load them with strict=False.
+    Unknown names are kept. A grid of positions with another number of cells is assumed to be square.
     """
     if "pos_embed" in weights and "patch_embed.proj.weight" in weights:
         weights = _stem(weights, model) if isinstance(model, FlowformerVision) else _deit(weights)
@@ -46,7 +46,7 @@ def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
 
 
 def convert_hook(model, state_dict, prefix, *_) -> None:
-    """`convert`, whenever a state dict is loaded."""
+    """Hook of load_state_dict that applies `convert`."""
     weights = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
     state_dict.update({f"{prefix}{name}": value for name, value in convert(weights, model).items()})
 
@@ -83,7 +83,8 @@ def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tens
         patches = resample_patch_embed(patches, list(ours.shape[2:]))
     positions = weights["pos_embed"][0]
     prefix = positions.shape[0] - math.isqrt(positions.shape[0]) ** 2
-    # timm's last norm and head have our names, but other widths
+    # blocks stay as unexpected keys, which strict loading reports; timm's last norm and head are dropped, since they
+    # have the same names as ours but other widths
     rest = {name: value for name, value in weights.items() if name.startswith("blocks.")}
     return {
         "positions.weight": positions[prefix:],
