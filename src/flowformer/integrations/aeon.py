@@ -62,7 +62,7 @@ class NetworkEstimator:
         """Standardise the training series; store their mean and deviation for the series of `predict`."""
         cases = [np.asarray(x, dtype=float) for x in X]
         _check_finite(cases)
-        self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
+        self.channel_mean_, self.channel_scale_ = _mean_and_scale(np.concatenate(cases, axis=1).T)
         self._n_jobs = check_n_jobs(self.n_jobs)
         return self._standardise(cases)
 
@@ -74,7 +74,7 @@ class NetworkEstimator:
             torch.manual_seed(random.randint(np.iinfo(np.int32).max))
             yield
 
-    def _keep(self, model: nn.Module) -> None:
+    def _store_model(self, model: nn.Module) -> None:
         # on the CPU, so that the pickled estimator loads on machines without a GPU
         self.model_ = model.cpu().eval()
 
@@ -126,7 +126,7 @@ class TrainedEstimator(NetworkEstimator):
     patience: int = 20
 
     @property
-    def _sizes(self) -> tuple[str, ...]:
+    def _positive_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that must be positive whole numbers."""
         return "embed_dim", "num_layers", "n_epochs", "batch_size", "patience"
 
@@ -138,7 +138,7 @@ class TrainedEstimator(NetworkEstimator):
             strata: (B,), strata of which the validation split holds out equal shares.
             loss: function of the outputs and the target.
         """
-        for name in self._sizes:
+        for name in self._positive_parameters:
             check_positive(**{name: getattr(self, name)})
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
@@ -149,7 +149,7 @@ class TrainedEstimator(NetworkEstimator):
             model = self._network(len(self.channel_mean_), num_outputs, max(map(len, series)))
             model = model.to(self._device(), torch.float32)  # the dtype of the series, whatever torch's default dtype
             self._optimise(model, series, target.to(self._device()), loss, held_out)
-        self._keep(model)
+        self._store_model(model)
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
         """Build the network to train: maps series (B, N, C) and a mask (B, N) or None to (B, num_outputs)."""
@@ -168,14 +168,14 @@ class TrainedEstimator(NetworkEstimator):
             model.train()
             total = 0.0
             for rows in train[torch.randperm(len(train))].split(self.batch_size):
-                value = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
+                batch_loss = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
                 optimizer.zero_grad()
-                value.backward()
-                # the authors' value for the UEA datasets
+                batch_loss.backward()
+                # the authors' limit for the UEA datasets
                 nn.utils.clip_grad_norm_(model.parameters(), 4.0)
                 optimizer.step()
                 schedule.step()
-                total += value.item() * len(rows)
+                total += batch_loss.item() * len(rows)
             self.loss_curve_.append(total / len(train))
             if not np.isfinite(total):
                 raise ValueError(
@@ -212,7 +212,7 @@ class TrainedEstimator(NetworkEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _FlowNetwork(TrainedEstimator):
+class _FlowEstimator(TrainedEstimator):
     """An estimator whose network is `FlowformerTimeSeries`."""
 
     num_heads: int = 8
@@ -220,8 +220,8 @@ class _FlowNetwork(TrainedEstimator):
     attention: str = "flow"
 
     @property
-    def _sizes(self) -> tuple[str, ...]:
-        return (*super()._sizes, "num_heads", *(() if self.mlp_dim is None else ("mlp_dim",)))
+    def _positive_parameters(self) -> tuple[str, ...]:
+        return (*super()._positive_parameters, "num_heads", *(() if self.mlp_dim is None else ("mlp_dim",)))
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
         config = TimeSeriesConfig(
@@ -272,7 +272,7 @@ class NetworkClassifier(TrainedEstimator, BaseClassifier):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FlowformerTimeSeriesClassifier(_FlowNetwork, NetworkClassifier):
+class FlowformerTimeSeriesClassifier(_FlowEstimator, NetworkClassifier):
     """Classifies time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
     Series may have several channels and different lengths, also longer than in training. Channels are standardised with
@@ -306,7 +306,7 @@ class FlowformerTimeSeriesClassifier(_FlowNetwork, NetworkClassifier):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
+class FlowformerTimeSeriesRegressor(_FlowEstimator, BaseRegressor):
     """Predicts a number from a time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
     Series may have several channels and different lengths, also longer than in training. Channels and target are
@@ -325,7 +325,7 @@ class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
     """
 
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> Self:
-        self.target_mean_, self.target_scale_ = _moments(y)
+        self.target_mean_, self.target_scale_ = _mean_and_scale(y)
         target = torch.from_numpy((y - self.target_mean_) / self.target_scale_).float()
         self._train(X, target[:, None], np.zeros(len(y)), 1, F.mse_loss)
         return self
@@ -355,7 +355,7 @@ def _check_finite(cases: Iterable[np.ndarray]) -> None:
             )
 
 
-def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _mean_and_scale(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation over the first axis, with deviation 1 for constant columns."""
     # max > min instead of std > 0: rounding gives constants a deviation of about 1e-17
     return values.mean(0), np.where(values.max(0) > values.min(0), values.std(0), 1.0)

@@ -100,7 +100,7 @@ class DecisionPolicy:
         self._action_space = action_space
         if isinstance(action_space, Box):
             self._bounds = torch.as_tensor(action_space.low).to(weight), torch.as_tensor(action_space.high).to(weight)
-        count = _count(envs)
+        count = _num_envs(envs)
         self._rollout = self.model.new_rollout(count, window=self.window)
         self._return_to_go = np.full(count, float(self.target_return))
         self._resets_next_step = mode is AutoresetMode.NEXT_STEP
@@ -108,7 +108,7 @@ class DecisionPolicy:
 
     def act(self, observations: np.ndarray) -> np.ndarray:
         """Return the actions for observations (B, S): (B, A) within the bounds of the action space, or (B,) choices."""
-        rollout = self._playing()
+        rollout = self._current_rollout()
         weight = self.model.action_head.weight
         observations = np.asarray(observations) if self._is_vector else np.asarray(observations)[None]
         if observations.shape[-1:] != self.state_mean.shape:  # numpy would broadcast a last axis of 1
@@ -138,7 +138,7 @@ class DecisionPolicy:
         Returns: (B,) bool, False where `envs.step` took no step. With AutoresetMode.NEXT_STEP, the call after the end
         of an episode resets the environment instead, and returns the first observation of the next episode.
         """
-        rollout = self._playing()
+        rollout = self._current_rollout()
         count = len(self._resetting)
         for name, value in (("rewards", rewards), ("terminations", terminations), ("truncations", truncations)):
             if np.shape(value) != (count,) and (self._is_vector or np.shape(value) != ()):
@@ -148,14 +148,14 @@ class DecisionPolicy:
         played = ~self._resetting
         # clear the past when an episode ends, since timesteps must stay below max_timestep; and once more after the
         # call that only resets, for which `act` has recorded an action
-        begins = ended | self._resetting
-        self._return_to_go = np.where(begins, self.target_return, self._return_to_go - rewards)
-        if begins.any():
-            self._rollout = rollout.reset(torch.from_numpy(begins).to(rollout.timestep.device))
+        starts_episode = ended | self._resetting
+        self._return_to_go = np.where(starts_episode, self.target_return, self._return_to_go - rewards)
+        if starts_episode.any():
+            self._rollout = rollout.reset(torch.from_numpy(starts_episode).to(rollout.timestep.device))
         self._resetting = ended & self._resets_next_step
         return played if self._is_vector else played[0]
 
-    def _playing(self) -> RecurrentRollout | WindowRollout:
+    def _current_rollout(self) -> RecurrentRollout | WindowRollout:
         if self._rollout is None:
             raise RuntimeError("the policy is in no environment yet. Call reset(envs) first.")
         return self._rollout
@@ -197,11 +197,11 @@ def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, se
 def _evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, seed: int | None) -> Evaluation:
     policy.reset(envs)
     observations, _ = envs.reset(seed=seed)
-    count = _count(envs)
-    wanted = [len(range(row, episodes, count)) for row in range(count)]
-    finished: list[list[tuple[float, int]]] = [[] for _ in wanted]
+    count = _num_envs(envs)
+    quota = [len(range(row, episodes, count)) for row in range(count)]
+    finished: list[list[tuple[float, int]]] = [[] for _ in quota]
     returns, lengths = np.zeros(count), np.zeros(count, dtype=int)
-    while any(len(row) < number for row, number in zip(finished, wanted, strict=True)):
+    while any(len(row) < number for row, number in zip(finished, quota, strict=True)):
         observations, rewards, terminations, truncations, _ = envs.step(policy.act(observations))
         rewards = np.asarray(rewards, dtype=float)
         played = policy.observe(rewards, terminations, truncations)
@@ -214,7 +214,7 @@ def _evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, seed
         if ended.any() and _autoreset_mode(envs) is AutoresetMode.DISABLED:
             options = {"reset_mask": ended} if isinstance(envs, VectorEnv) else None
             observations, _ = envs.reset(options=options)
-    counted = [episode for row, number in zip(finished, wanted, strict=True) for episode in row[:number]]
+    counted = [episode for row, number in zip(finished, quota, strict=True) for episode in row[:number]]
     name = "unknown" if envs.spec is None else envs.spec.id
     return Evaluation(name, *(np.array(part) for part in zip(*counted, strict=True)))
 
@@ -227,8 +227,8 @@ def normalised_score(environment: str, returns: np.ndarray) -> np.ndarray:
     >>> normalised_score("Hopper-v5", np.array([3234.3]))
     array([100.])
     """
-    known = environment_of(environment)
-    return 100 * (returns - known.random_return) / (known.expert_return - known.random_return)
+    reference = environment_of(environment)
+    return 100 * (returns - reference.random_return) / (reference.expert_return - reference.random_return)
 
 
 class Trajectory(NamedTuple):
@@ -256,25 +256,25 @@ def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_sc
         return_scale: divisor of the returns, which are not discounted. Pass the same to `DecisionPolicy`.
     """
     _check_scale("return_scale", return_scale)
-    recorded = _recorded(episodes)
+    recorded = _load_episodes(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
     if not all(np.isfinite(part).all() for episode in recorded for part in episode[:3]):
         raise ValueError("the episodes hold NaN or infinite numbers. Leave out those that do.")
     # a Discrete action space of a minari dataset may start at another number than 0
     start = getattr(getattr(episodes, "action_space", None), "start", 0)
-    together = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
-    mean, std = together.mean(0), together.std(0) + 1e-6
+    all_states = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
+    mean, std = all_states.mean(0), all_states.std(0) + 1e-6
     trajectories = []
     for states, actions, rewards, _ in recorded:
         returns_to_go = np.cumsum(rewards[::-1], dtype=np.float64)[::-1] / return_scale
         parts = torch.tensor(returns_to_go.copy()).float(), torch.tensor((states - mean) / std).float()
-        chosen = torch.tensor(actions - start).long() if actions.ndim == 1 else torch.tensor(actions).float()
-        trajectories.append(Trajectory(*parts, chosen))
+        encoded = torch.tensor(actions - start).long() if actions.ndim == 1 else torch.tensor(actions).float()
+        trajectories.append(Trajectory(*parts, encoded))
     return Recording(trajectories, mean, std)
 
 
-def _recorded(episodes: Any) -> list[Episode]:
+def _load_episodes(episodes: Any) -> list[Episode]:
     """Load the episodes from any source that `read_episodes` accepts."""
     if isinstance(episodes, (str, os.PathLike)):
         path = Path(episodes).expanduser()
@@ -328,13 +328,13 @@ def _check_scale(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
-def _count(envs: VectorEnv | Env) -> int:
+def _num_envs(envs: VectorEnv | Env) -> int:
     return envs.num_envs if isinstance(envs, VectorEnv) else 1
 
 
 def _autoreset_mode(envs: VectorEnv | Env) -> AutoresetMode:
     if isinstance(envs, Env):
-        return _mode_of_one(envs)
+        return _single_autoreset_mode(envs)
     if not isinstance(envs, VectorEnv):
         raise TypeError(
             f"the policy acts in a gymnasium.Env or a gymnasium.vector.VectorEnv, got {type(envs).__name__}. Make one "
@@ -348,7 +348,7 @@ def _autoreset_mode(envs: VectorEnv | Env) -> AutoresetMode:
     return mode
 
 
-def _mode_of_one(env: Env) -> AutoresetMode:
+def _single_autoreset_mode(env: Env) -> AutoresetMode:
     """The autoreset mode of a single environment: NEXT_STEP with the Autoreset wrapper, else DISABLED."""
     while isinstance(env, Wrapper):
         if isinstance(env, Autoreset):

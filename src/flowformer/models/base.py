@@ -62,9 +62,11 @@ class FlowModel(nn.Module):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} has no {name}; accepted: a folder that save_pretrained wrote.")
         fields = read_json(folder / CONFIG_FILE)
-        saved = fields.pop("model", None)
-        if saved != cls.__name__:
-            raise ValueError(f"{folder} holds a {saved}, not a {cls.__name__}. Load it with {saved}.from_pretrained.")
+        saved_class = fields.pop("model", None)
+        if saved_class != cls.__name__:
+            raise ValueError(
+                f"{folder} holds a {saved_class}, not a {cls.__name__}. Load it with {saved_class}.from_pretrained."
+            )
         safetensors = optional_import("safetensors.torch", "hf")
         try:
             weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(device))
@@ -109,11 +111,11 @@ def options_with_dropout(config: Any) -> dict[str, Any]:
 
 def config_from(config_class: type, fields: dict[str, Any]) -> Any:
     """Build a config from JSON values. The error for an unknown field suggests the nearest name."""
-    known = {field.name: field for field in dataclasses.fields(config_class)}
+    accepted = {field.name: field for field in dataclasses.fields(config_class)}
     for name in fields:
-        if name not in known:
+        if name not in accepted:
             raise ValueError(
-                f"{config_class.__name__} has no {name!r}{suggestion(name, known)}; accepted: {', '.join(known)}."
+                f"{config_class.__name__} has no {name!r}{suggestion(name, accepted)}; accepted: {', '.join(accepted)}."
             )
     values: dict[str, Any] = {}
     for name, value in fields.items():

@@ -132,11 +132,11 @@ class SequenceEncoder(FlowModel):
 
     def __init__(self, config: ClassifierConfig, head_dims: tuple[int, ...]) -> None:
         super().__init__(config)
-        extra = int(config.pooling == "cls")
+        cls_tokens = int(config.pooling == "cls")
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)  # initialised by N(0, 1), as published
         self.cls = nn.Parameter(torch.zeros(config.embed_dim)) if config.pooling == "cls" else None
         self.positions = (
-            LearnedPositions(config.max_length + extra, config.embed_dim)
+            LearnedPositions(config.max_length + cls_tokens, config.embed_dim)
             if config.positions == "learned"
             else SinusoidalPositions(config.embed_dim)
         )
@@ -153,7 +153,7 @@ class SequenceEncoder(FlowModel):
                 eps=1e-6,
                 attention=config.attention,
                 attention_options=options_with_dropout(config),
-                max_length=config.max_length + extra,
+                max_length=config.max_length + cls_tokens,
                 variant=config.variant,
             )
             for _ in range(config.num_layers)
@@ -164,11 +164,11 @@ class SequenceEncoder(FlowModel):
                 nn.init.normal_(linear.bias, std=1e-6)
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        maps = [nn.Linear(width, next_width) for width, next_width in pairwise(head_dims)]
-        for linear in maps:
+        linears = [nn.Linear(width, next_width) for width, next_width in pairwise(head_dims)]
+        for linear in linears:
             _lecun_normal_(linear.weight)
             nn.init.zeros_(linear.bias)
-        self.head = nn.Sequential(*(module for linear in maps for module in (linear, nn.ReLU())))[:-1]
+        self.head = nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))[:-1]
 
     def encode(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return one vector per sequence, (B, W), the input of the head.
@@ -198,7 +198,7 @@ class SequenceEncoder(FlowModel):
         may_pack = self.pack and is_flow(self.config.attention) and self.config.pooling != "mean"
         if not may_pack or is_observed(self.layers):
             return None
-        packing = Packing.of(mask)
+        packing = Packing.from_mask(mask)
         # a sequence without tokens has no first token to pool
         return None if packing is None or 0 in packing.lengths else packing
 

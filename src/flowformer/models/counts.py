@@ -64,9 +64,10 @@ def count(model: nn.Module, *inputs: Tensor) -> Counts:
     >>> count(FlowAttention(32, 4), torch.empty(1, 10, 32))
     Counts(parameters=4224, layers=40960, attention=6400)
     """
-    flow_operators = dict.fromkeys((torch.ops.flowformer.bidirectional, torch.ops.flowformer.causal), _flow_attention)
+    flow_operators = torch.ops.flowformer.bidirectional, torch.ops.flowformer.causal
+    flow_counts = dict.fromkeys(flow_operators, _flow_attention_flops)
     state = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flow_operators) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flow_counts) as counter:
         functional_call(model, state, tuple(x.to("meta") for x in inputs))
     operations = counter.get_flop_counts()["Global"]  # FLOPs, two per multiply-add
     layers = sum(operations.get(operator, 0) for operator in _LAYERS) // 2
@@ -93,7 +94,7 @@ def count_timm(name: str) -> Counts:
 count_rival = count_timm  # the name of earlier versions
 
 
-def _flow_attention(query, key, value, *_, **__) -> int:
+def _flow_attention_flops(query, key, value, *_, **__) -> int:
     """FLOPs (two per multiply-add) of Flow-Attention for tensors of these shapes."""
     batch, heads, sinks, dim = query
     return 2 * batch * heads * (sinks + key[2]) * dim * (2 + value[3])

@@ -300,28 +300,28 @@ class FlowformerDecision(FlowModel):
         return self._act_window(*step, rollout)
 
     def _act_recurrent(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: RecurrentRollout):
-        now = rollout.timestep
-        times = torch.stack([now, now, (now - 1).clamp_min(0)], 1)
+        timestep = rollout.timestep
+        times = torch.stack([timestep, timestep, (timestep - 1).clamp_min(0)], 1)
         # roll moves the previous action before return and state; the first step has none, so its token is masked
         x = self._embed(return_to_go, state, last_action, times).roll(1, 1)
-        mask = F.pad((now > 0)[:, None], (0, 2), value=True)
+        mask = F.pad((timestep > 0)[:, None], (0, 2), value=True)
         x, flow_states = self._decode(x, mask, rollout.flow_states)
-        action = self._chosen(self._action(x[:, -1]))
-        return action, RecurrentRollout(flow_states, action, now + 1)
+        action = self._select_action(self._action(x[:, -1]))
+        return action, RecurrentRollout(flow_states, action, timestep + 1)
 
     def _act_window(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: WindowRollout):
         returns, states, actions = rollout.trajectory
         # the last slot held a zero while its action was being chosen; fill in the action that was taken
-        done = torch.cat([actions[:, :-1], last_action], 1)
+        past_actions = torch.cat([actions[:, :-1], last_action], 1)
         trajectory = (
             torch.cat([returns[:, 1:], return_to_go], 1),
             torch.cat([states[:, 1:], state], 1),
-            torch.cat([done[:, 1:], torch.zeros_like(last_action)], 1),
+            torch.cat([past_actions[:, 1:], torch.zeros_like(last_action)], 1),
         )
         mask = F.pad(rollout.mask[:, 1:], (0, 1), value=True)
-        back = torch.arange(1 - mask.shape[1], 1, device=mask.device)
-        timesteps = (rollout.timestep[:, None] + back).clamp_min(0)
-        action = self._chosen(self(*trajectory, timesteps, mask).action[:, -1])
+        offsets = torch.arange(1 - mask.shape[1], 1, device=mask.device)
+        timesteps = (rollout.timestep[:, None] + offsets).clamp_min(0)
+        action = self._select_action(self(*trajectory, timesteps, mask).action[:, -1])
         return action, WindowRollout(trajectory, mask, action, rollout.timestep + 1)
 
     def _embed(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, times: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ class FlowformerDecision(FlowModel):
         action = self.action_head(x)
         return action.tanh() if self.config.bounded_actions and not self.config.discrete_actions else action
 
-    def _chosen(self, predicted: Tensor) -> Tensor:
+    def _select_action(self, predicted: Tensor) -> Tensor:
         """Convert the prediction of `_action` to the action to take."""
         return predicted.argmax(-1) if self.config.discrete_actions else predicted
 
@@ -366,12 +366,12 @@ class FlowformerDecision(FlowModel):
         steps, config = tuple(returns_to_go.shape), self.config
         if config.discrete_actions:
             action_shape, action = steps, "(B, T) integers"
-            right_kind = not actions.is_floating_point() and actions.dtype != torch.bool
+            is_valid_dtype = not actions.is_floating_point() and actions.dtype != torch.bool
         else:
             action_shape, action = (*steps, config.action_dim), f"(B, T, {config.action_dim})"
-            right_kind = True
+            is_valid_dtype = True
         accepted = (*steps, config.state_dim), action_shape
-        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted or not right_kind:
+        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted or not is_valid_dtype:
             raise ValueError(
                 f"returns, states and actions must be (B, T), (B, T, {config.state_dim}) and {action}, got {steps}, "
                 f"{tuple(states.shape)} and {tuple(actions.shape)} {actions.dtype}."

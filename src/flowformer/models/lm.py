@@ -170,20 +170,20 @@ class FlowformerLM(FlowModel):
 
     def reset_parameters(self) -> None:
         """Apply config.initialisation to the embedding and the linear layers, but not to a rival's own parameters."""
-        gpt = self.config.initialisation == "gpt"
+        is_gpt = self.config.initialisation == "gpt"
         for table in (self.embedding, self.head):
             if table is not None:
-                nn.init.normal_(table.weight, std=0.02 if gpt else self.config.embed_dim**-0.5)
+                nn.init.normal_(table.weight, std=0.02 if is_gpt else self.config.embed_dim**-0.5)
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
             *projections, _ = attention.projections()
             for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
-                if gpt:
+                if is_gpt:
                     nn.init.normal_(linear.weight, std=0.02)
                     nn.init.zeros_(linear.bias)
                 else:
                     linear.reset_parameters()
-            if gpt:
+            if is_gpt:
                 # GPT-2 scales both projections into the residual stream; the release scales only this one
                 nn.init.normal_(mlp.linear2.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
             else:
@@ -319,14 +319,14 @@ class FlowformerLM(FlowModel):
             part = slice(start, start + size)
             x, states = self._hidden(prompt[:, part], None if mask is None else mask[:, part], states)
         new_tokens: list[Tensor] = []
-        over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+        finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
         while True:
             token = draw(self._logits(x[:, -1]), temperature, top_k, top_p, generator)
             if eos is not None:
-                token = token.masked_fill(over, eos)
-                over |= token == eos
+                token = token.masked_fill(finished, eos)
+                finished |= token == eos
             new_tokens.append(token)
-            if len(new_tokens) == max_new_tokens or (eos is not None and over.all()):
+            if len(new_tokens) == max_new_tokens or (eos is not None and finished.all()):
                 return torch.stack(new_tokens, 1)
             if states is None:
                 prompt = torch.cat([prompt, token[:, None]], 1)
@@ -433,14 +433,14 @@ def draw(
         return logits.argmax(-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probabilities.sort(-1, descending=True)
         # keep a token if the likelier ones sum to less than top_p; the likeliest is always kept
-        likelier = ordered.cumsum(-1) - ordered
-        probabilities = probabilities.scatter(-1, order, ordered.masked_fill(likelier >= top_p, 0))
+        mass_before = ordered.cumsum(-1) - ordered
+        probabilities = probabilities.scatter(-1, order, ordered.masked_fill(mass_before >= top_p, 0))
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 

@@ -53,7 +53,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
     """Load the classifier of the time-series release."""
-    source = _Source("time-series", weights)
+    source = _ReleaseWeights("time-series", weights)
     embed_dim, num_features = source["project_inp.weight"].shape
     max_length = source["pos_enc.pe"].shape[0]
     config = TimeSeriesConfig(
@@ -90,7 +90,7 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
 
 def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
     """Load the hierarchical classifier of the vision release."""
-    source = _Source("vision", weights)
+    source = _ReleaseWeights("vision", weights)
     stages = source.count(r"patch_embed\.(\d+)\.")
     patches = [source[f"patch_embed.{i}.proj.weight"] for i in range(stages)]
     side = round(source["pos_embed"].shape[1] ** 0.5)
@@ -127,7 +127,7 @@ def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
 
 def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
     """Load the language model of the authors' GPT module."""
-    source = _Source("GPT", weights)
+    source = _ReleaseWeights("GPT", weights)
     vocab_size, embed_dim = source["transformer.wte.weight"].shape
     config = LMConfig(
         vocab_size,
@@ -164,14 +164,14 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
     Token ids are those of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, followed by the words in the
     order of its dict.txt.
     """
-    source = _Source("language", weights)
+    source = _ReleaseWeights("language", weights)
     embedding = source["decoder.embed_tokens.weight"]
     # fairseq saves tied weights twice
     head = weights.get("decoder.output_projection.weight", embedding)
     tied = torch.equal(head, embedding)
     unused = ["decoder.version", "decoder.embed_positions._float_tensor"]
     unused += ["decoder.output_projection.weight"] if tied else []
-    source = _Source("language", {name: value for name, value in weights.items() if name not in unused})
+    source = _ReleaseWeights("language", {name: value for name, value in weights.items() if name not in unused})
     config = LMConfig(
         embedding.shape[0],
         embed_dim=embedding.shape[1],
@@ -195,7 +195,7 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
 
 def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
     """Load the causal attention of the reinforcement-learning release."""
-    source = _Source("reinforcement-learning", weights)
+    source = _ReleaseWeights("reinforcement-learning", weights)
     inner_dim, embed_dim = source["query_projection.weight"].shape
     attention = FlowAttention(
         embed_dim, num_heads, head_dim=inner_dim // num_heads, is_causal=True, variant=FlowVariant.named("rl")
@@ -203,7 +203,7 @@ def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
     return source.load(attention, _PROJECTIONS)
 
 
-class _Source:
+class _ReleaseWeights:
     """The weights of a checkpoint, with errors that name the release it should come from."""
 
     def __init__(self, release: str, weights: Weights) -> None:
@@ -246,23 +246,23 @@ class _Source:
             split: converts a renamed weight to one or several (name, weight) of the model.
         """
         ours: dict[str, Tensor] = {}
-        came_from: dict[str, str] = {}
+        origin: dict[str, str] = {}
         for theirs, value in self.weights.items():
             name = theirs
             for pattern, replacement in names.items():
                 name = re.sub(rf"(?:^|(?<=\.)){pattern}", replacement, name)
             for part, x in split(name, value):
-                ours[part], came_from[part] = x, theirs
+                ours[part], origin[part] = x, theirs
         expected = model.state_dict()
         for name, x in ours.items():
             if name not in expected:
                 raise ValueError(
-                    f"{came_from[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
+                    f"{origin[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
                     f"is no checkpoint of the {self.release} release, or one of another version of it."
                 )
             if x.shape != expected[name].shape:
                 raise ValueError(
-                    f"{came_from[name]!r} is {tuple(x.shape)}, but {name!r} of our {type(model).__name__} is "
+                    f"{origin[name]!r} is {tuple(x.shape)}, but {name!r} of our {type(model).__name__} is "
                     f"{tuple(expected[name].shape)}. The number of heads is an argument."
                 )
         missing = sorted(expected.keys() - ours.keys())

@@ -143,12 +143,12 @@ class FlowformerTimeSeries(FlowModel):
         if return_maps:
             return self._with_maps(series, mask)
         self._check(series, mask)
-        seen = mask if self.config.mask_padding else None
-        if seen is not None:
-            series = series.masked_fill(~seen[..., None], 0)
-        packing = None if seen is None else self._packing(seen)
+        attention_mask = mask if self.config.mask_padding else None
+        if attention_mask is not None:
+            series = series.masked_fill(~attention_mask[..., None], 0)
+        packing = None if attention_mask is None else self._packing(attention_mask)
         if packing is None:
-            x = self._encode(series, None, mask=seen)
+            x = self._encode(series, None, mask=attention_mask)
         else:
             steps = torch.arange(series.shape[1]).expand(series.shape[:2])
             bounds = {"cu_seqlens": packing.cu_seqlens, "max_seqlen": packing.max_seqlen}
@@ -164,7 +164,7 @@ class FlowformerTimeSeries(FlowModel):
         may_pack = self.pack and mask.device.type == "cpu"
         if not may_pack or is_observed(self.layers):
             return None
-        return Packing.of(mask)
+        return Packing.from_mask(mask)
 
     def _encode(self, series: Tensor, steps: Tensor | None, **options: Any) -> Tensor:
         """Encode each step of a padded or packed batch, (B, N, W); `options` are passed to the layers."""

@@ -325,13 +325,13 @@ class FlowformerVision(ImageClassifier):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
         rows, columns = config.grid
-        drop_paths = iter(_rising(config.drop_path, sum(config.depths)))
+        drop_paths = iter(_drop_path_rates(config.drop_path, sum(config.depths)))
         self.positions = GridPositions(config.grid, config.channels[0])
         self.patch_embed = nn.ModuleList()
         self.stages = nn.ModuleList()
-        before, patch = config.in_channels, config.patch_size
+        in_width, patch = config.in_channels, config.patch_size
         for width, depth in zip(config.channels, config.depths, strict=True):
-            self.patch_embed.append(nn.Conv2d(before, width, patch, stride=patch))
+            self.patch_embed.append(nn.Conv2d(in_width, width, patch, stride=patch))
             layers = [
                 VisionLayer(
                     width,
@@ -348,13 +348,13 @@ class FlowformerVision(ImageClassifier):
                 for _ in range(depth)
             ]
             self.stages.append(nn.ModuleList(layers))
-            before, patch, rows, columns = width, 2, rows // 2, columns // 2
+            in_width, patch, rows, columns = width, 2, rows // 2, columns // 2
 
     def intermediates(
         self, images: Tensor, taken: Collection[int] = (), last: int | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
-        x, kept = images, []
+        x, outputs = images, []
         for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
             x = patch_embed(x)
             grid = x.shape[2], x.shape[3]
@@ -363,11 +363,11 @@ class FlowformerVision(ImageClassifier):
             for layer in layers.children():
                 x = self._layer(layer, x)
             if i in taken:
-                kept.append((x, grid))
+                outputs.append((x, grid))
             if i in (last, len(self.stages) - 1):
                 break
             x = x.transpose(1, 2).unflatten(2, grid)  # (B, W, rows, columns)
-        return x, kept
+        return x, outputs
 
     def features(self, images: Tensor) -> Tensor:
         """Return the mean token of the last stage, (B, W)."""
@@ -404,7 +404,7 @@ class FlowformerDeiT(ImageClassifier):
                 variant=config.variant,
                 max_length=rows * columns + 1,
             )
-            for drop_path in _rising(config.drop_path, config.depth)
+            for drop_path in _drop_path_rates(config.drop_path, config.depth)
         )
 
     def intermediates(
@@ -416,21 +416,21 @@ class FlowformerDeiT(ImageClassifier):
         patches = patches.flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(patches), 1, -1)
         x = self.dropout(self.positions(torch.cat([class_token, patches], 1), grid))  # (B, 1 + N, W)
-        kept = []
+        outputs = []
         for i, layer in enumerate(self.layers):
             x = self._layer(layer, x)
             if i in taken:
-                kept.append((x, grid))
+                outputs.append((x, grid))
             if i == last:
                 break
-        return x, kept
+        return x, outputs
 
     def features(self, images: Tensor) -> Tensor:
         """Return the class token after the last layer, (B, W)."""
         return self.norm(self.intermediates(images)[0][:, 0])
 
 
-def _rising(rate: float, depth: int) -> list[float]:
+def _drop_path_rates(rate: float, depth: int) -> list[float]:
     """The drop-path rate of each layer: rises linearly from 0 to `rate`."""
     return [rate * i / max(depth - 1, 1) for i in range(depth)]
 

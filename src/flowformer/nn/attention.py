@@ -109,8 +109,8 @@ class ProjectedAttention(nn.Module):
 
     def projections(self) -> list[nn.Linear]:
         """The projections that are not None, the output projection last."""
-        there_or_not = self.q_proj, self.k_proj, self.v_proj, self.out_proj
-        return [projection for projection in there_or_not if projection is not None]
+        candidates = self.q_proj, self.k_proj, self.v_proj, self.out_proj
+        return [projection for projection in candidates if projection is not None]
 
     def extra_repr(self) -> str:
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
@@ -140,17 +140,17 @@ class ProjectedAttention(nn.Module):
         if is_self_attention:
             query_mask = key_mask = joint_mask(query_mask, key_mask)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
-        q = self._heads(self.q_proj, query, v, self.num_heads)
-        k = self._heads(self.k_proj, key, v, self.num_kv_heads)
+        q = self._project_heads(self.q_proj, query, v, self.num_heads)
+        k = self._project_heads(self.k_proj, key, v, self.num_kv_heads)
         return q, k, v, query_mask, key_mask
 
-    def _heads(self, projection: nn.Linear | None, tokens: Tensor, like: Tensor, heads: int) -> Tensor:
+    def _project_heads(self, projection: nn.Linear | None, tokens: Tensor, like: Tensor, heads: int) -> Tensor:
         if projection is None:
             # the mechanism reads the shape only
             return like.new_zeros(()).expand(len(tokens), heads, tokens.shape[1], self.head_dim)
         return split_heads(projection(tokens), heads)
 
-    def _join(self, result: Tensor) -> Tensor:
+    def _merge_heads(self, result: Tensor) -> Tensor:
         joined: Tensor = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
         return joined
 
@@ -250,14 +250,14 @@ class FlowAttention(ProjectedAttention):
         shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
-            return self._join(result), state
+            return self._merge_heads(result), state
         options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
         if self._recorded is not None:
             if self.group is not None:
                 raise NotImplementedError("the maps of a sequence cut over ranks are not recorded; use one rank.")
-            maps_of = {name: option for name, option in options.items() if name != "group"}
-            self._recorded.append(flow_maps(q, k, **maps_of))
-        return self._join(flow_attention(q, k, v, **options))
+            map_options = {name: option for name, option in options.items() if name != "group"}
+            self._recorded.append(flow_maps(q, k, **map_options))
+        return self._merge_heads(flow_attention(q, k, v, **options))
 
     def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         if self._recorded is not None:
@@ -278,7 +278,7 @@ class FlowAttention(ProjectedAttention):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         options: dict[str, Any] = {"is_causal": self.is_causal, **self._attention_options()}
         result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-        return self._join(result.transpose(0, 1)[None])
+        return self._merge_heads(result.transpose(0, 1)[None])
 
     def _attention_options(self) -> dict[str, Any]:
         return {"enable_gqa": True, "variant": self.variant, "powers": self.powers, "group": self.group}
@@ -357,14 +357,14 @@ class RivalAttention(ProjectedAttention):
         check_packed(query, (key, value, query_mask, key_mask), cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if cu_seqlens is None:
-            return self._join(self._attend(q, k, v, query_mask, key_mask))
+            return self._merge_heads(self._attend(q, k, v, query_mask, key_mask))
         tokens = query.shape[1]
-        packing = Packing.bounded(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
+        packing = Packing.from_bounds(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
         q, k, v = (packing.unpack(x.transpose(1, 2), packing.max_seqlen).transpose(1, 2) for x in (q, k, v))
         mask = packing.unpack(q.new_ones(1, tokens, dtype=torch.bool), packing.max_seqlen)
         result = packing.pack(self._attend(q, k, v, mask, mask).transpose(1, 2))
         # filler tokens after the last sequence attend to nothing: their result is 0
-        return self._join(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
+        return self._merge_heads(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         k, v = repeat_heads(q, k), repeat_heads(q, v)
@@ -438,13 +438,13 @@ def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
     if not modules:
         raise ValueError(f"{type(model).__name__} has no Flow-Attention, and other attentions have no flows to record.")
     maps: list[FlowMaps] = []
-    before = [module._recorded for module in modules]
+    previous = [module._recorded for module in modules]
     for module in modules:
         module._recorded = maps
     try:
         yield maps
     finally:
-        for module, recorded in zip(modules, before, strict=True):
+        for module, recorded in zip(modules, previous, strict=True):
             module._recorded = recorded
 
 

@@ -37,14 +37,14 @@ class MatrixMaps(NamedTuple):
         Args:
             top: the fraction of the sources, largest column sums first, that `top_share` covers.
         """
-        several = (self.row_sums > 0) & (self.visible > 1)[:, None]
+        is_counted = (self.row_sums > 0) & (self.visible > 1)[:, None]
         evenness = self.row_entropies / self.visible.clamp_min(2).log().to(self.row_entropies)[:, None]
         count = self.visible.amax(-1, keepdim=True)  # (B, 1), number of unmasked sources
         ordered = self.column_sums.sort(-1, descending=True).values
         is_top = torch.arange(ordered.shape[-1], device=ordered.device) < (count * top).ceil()
         total = ordered.sum(-1)
         share = ordered.masked_fill(~is_top[:, None], 0).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
-        return Degeneracy(evenness[several].mean().item(), share[total > 0].mean().item())
+        return Degeneracy(evenness[is_counted].mean().item(), share[total > 0].mean().item())
 
 
 class Degeneracy(NamedTuple):
@@ -91,8 +91,8 @@ def matrix_maps(
         row_sums = row_sums + weights.sum(-1)
         row_logs = row_logs + weights.xlogy(weights).sum(-1)
     # −Σ (w/S) log (w/S) = log S − (Σ w log w)/S
-    whole = row_sums.clamp_min(torch.finfo(row_sums.dtype).tiny)
-    entropies = (whole.log() - row_logs / whole).clamp_min(0).masked_fill(row_sums == 0, 0)
+    divisor = row_sums.clamp_min(torch.finfo(row_sums.dtype).tiny)
+    entropies = (divisor.log() - row_logs / divisor).clamp_min(0).masked_fill(row_sums == 0, 0)
     column_sums = torch.cat(columns, -1) if columns else row_sums.new_zeros(batch, heads, 0)
     return MatrixMaps(column_sums, row_sums, entropies, _visible(query, key, is_causal, query_mask, key_mask))
 
@@ -117,7 +117,7 @@ def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[Matri
     maps: list[MatrixMaps] = []
 
     def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        maps.append(_of_module(module, block, *args, **options))
+        maps.append(_module_maps(module, block, *args, **options))
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
@@ -128,7 +128,7 @@ def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[Matri
 
 
 @torch.no_grad()
-def _of_module(
+def _module_maps(
     module: FlowAttention | RivalAttention,
     block: int,
     query: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.bounds import check_bounds
 
-WORTH_PACKING = 0.9  # packing saves time if less than this share of the batch is tokens and the rest padding
+WORTH_PACKING = 0.9  # packing saves time if tokens, as opposed to padding, are less than this share of the batch
 
 
 class Packing(NamedTuple):
@@ -26,23 +26,23 @@ class Packing(NamedTuple):
     max_seqlen: int  # upper bound of the lengths: N, or N rounded up
 
     @classmethod
-    def of(cls, mask: Tensor) -> Self | None:
+    def from_mask(cls, mask: Tensor) -> Self | None:
         """The packing of a batch with mask (B, N); None if packing saves no time or the lengths cannot be read."""
         # reading the lengths fails in traced code, under torch.func and for tensors without data
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
         if traced or mask.is_meta or type(mask) is not Tensor:
             return None
-        on_device = mask.sum(1)
-        lengths = on_device.tolist()
+        device_lengths = mask.sum(1)
+        lengths = device_lengths.tolist()
         if sum(lengths) >= WORTH_PACKING * mask.numel():
             return None
         # rounded up on a GPU, so that the kernels see few distinct shapes
         size, longest = (_round_up(x) if mask.is_cuda else x for x in (sum(lengths), mask.shape[1]))
         tokens = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
-        return cls(tokens, F.pad(on_device.cumsum(0), (1, 0)), lengths, longest)
+        return cls(tokens, F.pad(device_lengths.cumsum(0), (1, 0)), lengths, longest)
 
     @classmethod
-    def bounded(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
+    def from_bounds(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
         """The packing of sequences that are already packed, to be padded at their ends.
 
         Args:

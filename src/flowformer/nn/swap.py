@@ -30,28 +30,32 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
     >>> type(model.self_attn).__name__
     'FlowMultiheadAttention'
     """
-    names = {
+    attentions = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.MultiheadAttention) and not isinstance(module, FlowMultiheadAttention)
     }
-    if not names:
+    if not attentions:
         raise ValueError(
             f"found no torch.nn.MultiheadAttention in {type(model).__name__}; there is nothing to replace."
         )
-    for name, module in names.items():
+    for name, module in attentions.items():
         # a subclass (torch.nn.utils.parametrize makes one too) may hold other weights or compute something else
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, a subclass of torch.nn.MultiheadAttention; only "
                 "the class itself can be replaced. Call replace_attention on the other parts of the model."
             )
-    cross = {id(each.multihead_attn) for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)}
-    new = {id(module): _replacement(module, variant, is_cross=id(module) in cross) for module in names.values()}
-    for name, module in names.items():
+    decoder_layers = [each for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)]
+    cross_attentions = {id(layer.multihead_attn) for layer in decoder_layers}
+    replacements = {
+        id(module): _replacement(module, variant, is_cross=id(module) in cross_attentions)
+        for module in attentions.values()
+    }
+    for name, module in attentions.items():
         if not name:
-            return new[id(module)]
-        model.set_submodule(name, new[id(module)])
+            return replacements[id(module)]
+        model.set_submodule(name, replacements[id(module)])
     for each in model.modules():
         if isinstance(each, nn.TransformerEncoder):
             each.use_nested_tensor = False

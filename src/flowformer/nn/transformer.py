@@ -194,7 +194,7 @@ class FlowDecoderLayer(_Layer):
         super().__init__(embed_dim, num_heads, mlp_dim, attention=attention, variant=variant, **options)
         self.cross_attention: FlowAttention | RivalAttention | None = None
         if memory_dim is not None:
-            own = self.attention
+            self_attention = self.attention
             factory: dict[str, Any] = {key: options.get(key) for key in ("device", "dtype")}
             self.cross_attention = build_attention(
                 attention,
@@ -202,9 +202,9 @@ class FlowDecoderLayer(_Layer):
                 num_heads,
                 kdim=memory_dim,
                 vdim=memory_dim,
-                head_dim=own.head_dim,
-                bias=own.v_proj.bias is not None,
-                dropout=own.dropout.p,
+                head_dim=self_attention.head_dim,
+                bias=self_attention.v_proj.bias is not None,
+                dropout=self_attention.dropout.p,
                 variant=independent_sinks(variant),
                 max_length=options.get("max_length"),
                 attention_options=options.get("attention_options"),

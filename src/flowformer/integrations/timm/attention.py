@@ -41,7 +41,7 @@ class TimmFlowAttention(Attention):
         if num_heads is None:
             raise TypeError(
                 "TimmFlowAttention needs num_heads, and this model gives none: its attn_layer weighs the channels of a "
-                f"ConvNet, where Flow-Attention is no substitute. {_SERVED}"
+                f"ConvNet, where Flow-Attention is no substitute. {_SUPPORTED_FAMILIES}"
             )
         super().__init__(dim, num_heads, **options)
 
@@ -101,7 +101,7 @@ def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     return tokens.expand(batch, length)
 
 
-_SERVED = (
+_SUPPORTED_FAMILIES = (
     "The families that take attn_layer=TimmFlowAttention are those of timm's own attention class: vision_transformer, "
     "vision_transformer_hybrid, deit, naflexvit and vitamin (a table is in docs/timm.md)."
 )
@@ -111,12 +111,12 @@ def check_attention(model: nn.Module, name: str) -> None:
     """Raise unless all attention modules of the model are TimmFlowAttention."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions or not all(isinstance(module, TimmFlowAttention) for module in attentions):
-        raise _not_served(name)
+        raise _unsupported_model(name)
 
 
-def _not_served(name: str) -> NotImplementedError:
+def _unsupported_model(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SERVED}"
+        f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SUPPORTED_FAMILIES}"
     )
 
 
@@ -142,7 +142,7 @@ def _check_created_models() -> None:
             except TypeError as error:
                 if not re.search("unexpected keyword argument.*attn_layer", str(error)):
                     raise
-                raise _not_served(model_name) from error
+                raise _unsupported_model(model_name) from error
             check_attention(model, model_name)
             return model
 

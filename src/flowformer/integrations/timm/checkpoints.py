@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .flowformer import _TimmModel
 
 # names of the parts of a block, in timm and here
-_PARTS = {
+_BLOCK_PARTS = {
     "norm1": "attention_norm",
     "norm2": "mlp_norm",
     "attn.proj": "attention.out_proj",
@@ -35,7 +35,7 @@ def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
     Unknown names are kept. A grid of positions with another number of cells is assumed to be square.
     """
     if "pos_embed" in weights and "patch_embed.proj.weight" in weights:
-        weights = _stem(weights, model) if isinstance(model, FlowformerVision) else _deit(weights)
+        weights = _convert_stem(weights, model) if isinstance(model, FlowformerVision) else _convert_deit(weights)
     name, leading = "positions.weight", model.positions.leading
     if name in weights and weights[name].shape[0] != model.positions.weight.shape[0]:
         cells = weights[name].shape[0] - leading
@@ -51,7 +51,7 @@ def convert_hook(model, state_dict, prefix, *_) -> None:
     state_dict.update({f"{prefix}{name}": value for name, value in convert(weights, model).items()})
 
 
-def _deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _convert_deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, value in weights.items():
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -64,14 +64,14 @@ def _deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif block is not None and block[2] == "attn.qkv":
             for each, part in zip("qkv", value.chunk(3), strict=True):
                 result[f"layers.{block[1]}.attention.{each}_proj.{block[3]}"] = part
-        elif block is not None and block[2] in _PARTS:
-            result[f"layers.{block[1]}.{_PARTS[block[2]]}.{block[3]}"] = value
+        elif block is not None and block[2] in _BLOCK_PARTS:
+            result[f"layers.{block[1]}.{_BLOCK_PARTS[block[2]]}.{block[3]}"] = value
         else:
             result[name] = value
     return result
 
 
-def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tensor]:
+def _convert_stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tensor]:
     ours = cast(nn.Conv2d, model.patch_embed[0]).weight
     patches = weights["patch_embed.proj.weight"]
     if patches.shape[:2] != ours.shape[:2]:
@@ -85,10 +85,10 @@ def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tens
     prefix = positions.shape[0] - math.isqrt(positions.shape[0]) ** 2
     # blocks stay as unexpected keys, which strict loading reports; timm's last norm and head are dropped, since they
     # have the same names as ours but other widths
-    rest = {name: value for name, value in weights.items() if name.startswith("blocks.")}
+    blocks = {name: value for name, value in weights.items() if name.startswith("blocks.")}
     return {
         "positions.weight": positions[prefix:],
         "patch_embed.0.weight": patches,
         "patch_embed.0.bias": weights["patch_embed.proj.bias"],
-        **rest,
+        **blocks,
     }

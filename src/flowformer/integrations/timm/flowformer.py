@@ -62,7 +62,7 @@ class _TimmModel(ImageClassifier):
         if config.num_classes == 0:
             self.reset_classifier(0)
 
-    def _cut(self, depth: int) -> None:
+    def _truncate(self, depth: int) -> None:
         """Remove the stages or layers after the first `depth`."""
         raise NotImplementedError
 
@@ -105,8 +105,8 @@ class _TimmModel(ImageClassifier):
         # cast for mypy: timm annotates a list but accepts any sequence
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
         maps: list[Any] = []
-        result, kept = self.intermediates(x, taken, last if stop_early else None)
-        for tokens, grid in kept:
+        result, selected = self.intermediates(x, taken, last if stop_early else None)
+        for tokens, grid in selected:
             tokens = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
             prefix, cells = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
             cells = cells if output_fmt == "NLC" else cells.transpose(1, 2).unflatten(2, grid).contiguous()
@@ -161,7 +161,7 @@ class _TimmModel(ImageClassifier):
     ) -> list[int]:
         """Remove the parts that the feature maps at `indices` do not need; return non-negative indices."""
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
-        self._cut(last + 1)
+        self._truncate(last + 1)
         self.feature_info = self.feature_info[: last + 1]
         if prune_norm:
             self.norm = nn.Identity()
@@ -181,8 +181,8 @@ class _TimmModel(ImageClassifier):
         self.num_classes = num_classes
         self.head = nn.Identity()
         if num_classes:
-            like = next(self.parameters())
-            head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            parameter = next(self.parameters())
+            head = nn.Linear(self.num_features, num_classes, device=parameter.device, dtype=parameter.dtype)
             nn.init.trunc_normal_(head.weight, std=STD)
             nn.init.zeros_(head.bias)
             self.head = head.train(self.training)
@@ -223,7 +223,7 @@ class TimmFlowformer(_TimmModel, FlowformerVision):
             for i, width in enumerate(config.channels)
         ]
 
-    def _cut(self, depth: int) -> None:
+    def _truncate(self, depth: int) -> None:
         self.patch_embed = self.patch_embed[:depth]
         self.stages = self.stages[:depth]
 
@@ -255,7 +255,7 @@ class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
             for i in range(config.depth)
         ]
 
-    def _cut(self, depth: int) -> None:
+    def _truncate(self, depth: int) -> None:
         self.layers = self.layers[:depth]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -267,14 +267,14 @@ class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
 
 
 # config fields that have another name in timm
-_FIELDS = {
+_TIMM_TO_CONFIG = {
     "img_size": "image_size",
     "in_chans": "in_channels",
     "proj_drop_rate": "dropout",
     "drop_path_rate": "drop_path",
 }
 # further arguments of timm and `_build`, for the error about an unknown argument
-_OPTIONS = ("pretrained", "features_only", "out_indices", "global_pool", "drop_rate", "device", "dtype")
+_OTHER_ARGUMENTS = ("pretrained", "features_only", "out_indices", "global_pool", "drop_rate", "device", "dtype")
 
 
 def _build(
@@ -288,14 +288,14 @@ def _build(
     **changes,
 ) -> _TimmModel:
     """Build a model from a preset; `changes` are config fields, under timm's names or ours."""
-    accepted = (*_OPTIONS, *_FIELDS, *vars(preset))
+    accepted = (*_OTHER_ARGUMENTS, *_TIMM_TO_CONFIG, *vars(preset))
     for name in changes:
         if name not in accepted:
             raise TypeError(
                 f"{model_class.__name__} has no argument {name!r}{suggestion(name, accepted)}; accepted: "
                 f"{', '.join(accepted)}."
             )
-    fields = {_FIELDS.get(name, name): value for name, value in changes.items()}
+    fields = {_TIMM_TO_CONFIG.get(name, name): value for name, value in changes.items()}
     if "image_size" in fields:
         fields["image_size"] = _image_size(fields["image_size"])
     config = config_from(type(preset), vars(preset) | fields)
@@ -311,8 +311,8 @@ def _image_size(size: int | Sequence[int]) -> int | tuple[int, int]:
 
 
 def _create(name: str, pretrained: bool, preset: VisionConfig | DeiTConfig, **options) -> nn.Module:
-    model_class, maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
-    feature_cfg = {"out_indices": options.pop("out_indices", maps), "feature_cls": "getter"}
+    model_class, num_maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
+    feature_cfg = {"out_indices": options.pop("out_indices", num_maps), "feature_cls": "getter"}
     return build_model_with_cfg(
         partial(_build, model_class, preset),
         name,
