@@ -44,6 +44,8 @@ class FlowModel(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
+        if options := self._options():
+            config["options"] = options
         write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         safetensors = optional_import("safetensors.torch", "hf")
         try:
@@ -62,7 +64,7 @@ class FlowModel(nn.Module):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} has no {name}; accepted: a folder that save_pretrained wrote.")
         fields = read_json(folder / CONFIG_FILE)
-        saved_class = fields.pop("model", None)
+        saved_class, options = fields.pop("model", None), fields.pop("options", {})
         if saved_class != cls.__name__:
             raise ValueError(
                 f"{folder} holds a {saved_class}, not a {cls.__name__}. Load it with {saved_class}.from_pretrained."
@@ -73,7 +75,7 @@ class FlowModel(nn.Module):
         except optional_import("safetensors", "hf").SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS_FILE} is damaged: {error}. Copy it or train it again.") from error
         dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-        model = cls(config_from(cls.config_class, fields)).to(device)
+        model = cls(config_from(cls.config_class, fields), **options).to(device)
         if len(dtypes) == 1:
             model.to(dtypes.pop())
         safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
@@ -82,6 +84,10 @@ class FlowModel(nn.Module):
     def num_parameters(self, *, trainable: bool = False) -> int:
         """The number of parameters, tied ones counted once; `trainable` counts only those with requires_grad."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable)
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments of `__init__` besides the config, as JSON values; `save_pretrained` writes them too."""
+        return {}
 
     def _layer(self, layer: nn.Module, *args, **kwargs):
         """Run layer(*args, **kwargs), with gradient checkpointing if it is on."""

@@ -62,6 +62,9 @@ class _TimmModel(ImageClassifier):
         if config.num_classes == 0:
             self.reset_classifier(0)
 
+    def _options(self) -> dict[str, Any]:
+        return {"global_pool": self.global_pool, "drop_rate": self.head_drop.p}
+
     def _truncate(self, depth: int) -> None:
         """Remove the stages or layers after the first `depth`."""
         raise NotImplementedError
