@@ -99,6 +99,7 @@ class DecisionPolicy:
         _check_length(envs.spec, config.max_timestep)
         self._action_space = action_space
         if isinstance(action_space, Box):
+            self._exact_bounds = action_space.low, action_space.high
             self._bounds = torch.as_tensor(action_space.low).to(weight), torch.as_tensor(action_space.high).to(weight)
         count = _num_envs(envs)
         self._rollout = self.model.new_rollout(count, window=self.window)
@@ -123,7 +124,8 @@ class DecisionPolicy:
             action = action.clamp(*self._bounds)
             if np.issubdtype(self._action_space.dtype, np.integer):
                 action = action.round()  # the cast to the integer dtype below would truncate
-            actions = action.float().cpu().numpy()
+            # clip again in float64: the dtype of the model may round a bound to a value outside the space
+            actions = action.cpu().double().numpy().clip(*self._exact_bounds)
         self._rollout = replace(rollout, action=action)
         actions = actions.astype(self._action_space.dtype)
         return actions if self._is_vector else actions[0]
