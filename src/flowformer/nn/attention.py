@@ -249,6 +249,8 @@ class FlowAttention(ProjectedAttention):
             q, k = self._rotated(q, k, query, key, key_mask, state)
         shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
+            if self._recorded is not None:
+                raise NotImplementedError("the maps of a sequence with a state are not recorded; pass all its tokens.")
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
             return self._merge_heads(result), state
         options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
