@@ -38,8 +38,8 @@ class ClassifierConfig:
         qkv_dim: inner width of the attention; None means embed_dim.
         dropout: on the embeddings, inside the feed-forward networks, and on the results of both branches of a layer.
         positions: "sinusoidal", which take any length, or "learned".
-        pooling: which hidden state the head classifies: that at a learned token before the sequence ("cls"), that at
-            the first token of the sequence ("first"), or the mean over the sequence ("mean").
+        pooling: the input of the head: the hidden state of a learned token before the sequence ("cls"), of the first
+            token of the sequence ("first"), or the mean over the sequence ("mean").
         padding_id: the padding token; None if all tokens are data, such as pixels.
         mask_padding: whether padding is masked. False is the authors' code, which treats padding like any other token
             and ignores masks.

@@ -90,7 +90,7 @@ class RecurrentRollout:
     """The past of `act` as recurrent states: the whole episode at constant size.
 
     `action`, (B, A) or (B,) choices, is the action of the previous step, and `timestep` (B,) counts the steps taken. If
-    you execute another action than the model's, pass it on with dataclasses.replace(rollout, action=…).
+    you execute another action than the model's, store it with dataclasses.replace(rollout, action=…).
     """
 
     flow_states: list[FlowState]
