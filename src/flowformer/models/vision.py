@@ -283,8 +283,8 @@ class ImageClassifier(FlowModel):
             taken: indices of the stages to return.
             last: index of the stage to stop after; None runs all.
 
-        Returns: the tokens (B, N, W), including a class token; and, for each selected stage, its tokens and the rows
-        and columns of their grid.
+        Returns: the tokens (B, N, W), with the class token of a DeiT first; and, for each selected stage, its tokens and
+        the rows and columns of their grid.
         """
         raise NotImplementedError
 
