@@ -41,12 +41,17 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        content: dict = optional_import("safetensors.torch", "hf").load_file(path)
+        content: Any = optional_import("safetensors.torch", "hf").load_file(path)
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
-        content = content.get(key, content)
+        content = content.get(key, content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, not a state dict; accepted: a state dict, or a checkpoint that "
+            'holds one under "state_dict" or "model".'
+        )
     weights = {name.removeprefix("module."): value for name, value in content.items()}
     return {name: value for name, value in weights.items() if not name.endswith(("total_ops", "total_params"))}
 

@@ -283,7 +283,7 @@ class ImageClassifier(FlowModel):
             taken: indices of the stages to return.
             last: index of the stage to stop after; None runs all.
 
-        Returns: the tokens (B, N, W), with the class token of a DeiT first; and, for each selected stage, its tokens and
+        Returns: the tokens (B, N, W), the class token of a DeiT first; and, for each selected stage, its tokens and
         the rows and columns of their grid.
         """
         raise NotImplementedError
