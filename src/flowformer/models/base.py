@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._utils import optional_import, read_json, suggestion, write_atomically
 from ..nn import record_maps
+from ..nn.attention import is_recording
 from ..ops import FlowMaps, FlowVariant
 
 CONFIG_FILE = "config.json"
@@ -90,21 +91,20 @@ class FlowModel(nn.Module):
         return {}
 
     def _layer(self, layer: nn.Module, *args, **kwargs):
-        """Run layer(*args, **kwargs), with gradient checkpointing if it is on."""
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        """Run layer(*args, **kwargs), with gradient checkpointing if it is on.
+
+        A layer that records maps is not checkpointed: recomputation would record them twice, or, after the end of
+        `record_maps`, save other tensors than the first run, which torch refuses.
+        """
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and not is_recording(layer):
             return self.checkpoint(partial(layer, **kwargs), *args)
         return layer(*args, **kwargs)
 
     def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:
         """Run the model and return its output and the flow maps of each layer."""
-        # checkpointing is off: the backward pass runs after `record_maps`, so a recomputed layer would record no maps,
-        # and torch raises if recomputation differs from the first run
-        checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, False
-        try:
-            with record_maps(self) as maps:
-                return self(*args, **kwargs), maps
-        finally:
-            self.gradient_checkpointing = checkpointing
+        with record_maps(self) as maps:
+            return self(*args, **kwargs), maps
 
 
 def options_with_dropout(config: Any) -> dict[str, Any]:

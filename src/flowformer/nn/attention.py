@@ -412,11 +412,15 @@ def attention_names() -> list[str]:
     return ["flow", *ABLATIONS, *baselines.names()]
 
 
+def is_recording(model: nn.Module) -> bool:
+    """Whether an attention of the model is inside `record_maps`."""
+    return any(getattr(module, "_recorded", None) is not None for module in model.modules())
+
+
 def is_observed(model: nn.Module) -> bool:
     """Whether an attention of the model records maps or has a forward hook; both expect a padded batch."""
     attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
-    is_recorded = any(getattr(each, "_recorded", None) is not None for each in attentions)
-    return is_recorded or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
+    return is_recording(model) or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
 
 
 def is_flow(name: str) -> bool:
