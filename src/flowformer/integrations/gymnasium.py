@@ -385,5 +385,5 @@ def _check_length(spec: EnvSpec | None, max_timestep: int) -> None:
     if longest is not None and longest > max_timestep:
         raise ValueError(
             f"episodes of {spec.id} may have {longest} steps, but config.max_timestep is {max_timestep}. Make the "
-            "environments with max_episode_steps, or train a model that counts further."
+            "environments with max_episode_steps, or train a model with a larger max_timestep."
         )

@@ -312,7 +312,7 @@ class FlowformerLM(FlowModel):
         _check_sampling(temperature, top_k, top_p)
         prompt, mask = pad_left(prompt, prompt_mask)
         if prompt.shape[1] == 0 or (mask is not None and not mask[:, -1].all()):
-            raise ValueError("every prompt needs at least one token, if only one that begins a text.")
+            raise ValueError("every prompt needs at least one token, such as a begin-of-text token.")
         states = None if recompute else self.new_states(len(prompt))
         size = prompt.shape[1] if recompute or prefill is None else prefill
         for start in range(0, prompt.shape[1], size):

@@ -25,8 +25,8 @@ def kept_tokens(mask: Tensor | None, shape: torch.Size, name: str = "key_padding
     kept, left_out = mask == 0, mask <= -HUGE
     require(
         (kept | left_out).all(),
-        f"a float {name} may hold 0 (takes part) and -inf or anything from {-HUGE:g} down (left out) only: other "
-        "values would bias the keys of a softmax, and there is none here.",
+        f"a float {name} may hold only 0 (takes part) and values from -inf to {-HUGE:g} (masked); other values would "
+        "bias the scores of a softmax, which Flow-Attention does not have.",
     )
     return kept
 
