@@ -106,7 +106,8 @@ FAULTS = [
     # models
     fault("models/lm.py", "total / scored.clamp_min(1)", "total / len(targets)",
           "models/test_models_lm.py"),
-    fault("models/lm.py", "token = token.masked_fill(over, eos)", "token = token.clone()", "models/test_models_lm.py"),
+    fault("models/lm.py", "token = token.masked_fill(finished, eos)", "token = token.clone()",
+          "models/test_models_lm.py"),
     fault("models/classifier.py", "first = mask.int().argmax(1)", "first = mask.int().argmin(1)",
           "models/test_models_classifier.py"),
     fault("models/timeseries.py", "x.sum(1) / mask.sum(1, keepdim=True).clamp_min(1)", "x.mean(1)",

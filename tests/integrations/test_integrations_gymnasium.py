@@ -166,6 +166,23 @@ def test_actions_lie_in_the_space_and_in_its_dtype():
     np.testing.assert_allclose(found, free.numpy().clip(-0.1, 0.15), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "space"),
+    [(torch.bfloat16, Box(-0.1, 0.15, (1,))), (torch.float32, Box(-(2**31), 2**31 - 1, (1,), np.int32))],
+    ids=["bfloat16", "int32"],
+)
+def test_bounds_that_the_dtype_of_the_model_rounds_up(dtype, space):
+    """bfloat16 rounds 0.15 up, and float32 the largest int32, which would overflow to the smallest."""
+    model, env = randomized(replace(SMALL, bounded_actions=False)).to(dtype), Game()
+    nn.init.constant_(model.action_head.bias, 5e9)
+    env.action_space = space
+    policy = policy_of(model)
+    policy.reset(env)
+    action = policy.act(env.reset(seed=0)[0])
+    assert space.contains(action)
+    np.testing.assert_array_equal(action, space.high)
+
+
 @MODES
 def test_short_episodes_are_not_preferred(mode):
     envs = SyncVectorEnv([lambda: Game(1), lambda: Game(LONGEST)], autoreset_mode=mode)

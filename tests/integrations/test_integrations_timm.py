@@ -446,6 +446,18 @@ def test_saved_model_is_the_same(classes, tmp_path):
     torch.testing.assert_close(TimmFlowformer.from_pretrained(tmp_path)(x), model(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reset", [False, True])
+@torch.no_grad()
+def test_saved_model_keeps_pooling_and_dropout(reset, tmp_path):
+    model, x = small("deit_tiny_flow_patch16_224", global_pool="" if reset else "avg", drop_rate=0.25), images()
+    if reset:
+        model.reset_classifier(5, "avg")
+    model.double().eval().save_pretrained(tmp_path)
+    again = TimmFlowDeiT.from_pretrained(tmp_path)
+    assert (again.global_pool, again.head_drop.p) == ("avg", 0.25)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
 def test_each_class_takes_its_own_config():
     with pytest.raises(TypeError, match="TimmFlowDeiT takes a DeiTConfig, got VisionConfig"):
         TimmFlowDeiT(VisionConfig())

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flowformer import FlowVariant
 from flowformer.models import lm
 from flowformer.models.lm import IGNORED, PRESETS, FlowformerLM, LMConfig, draw, next_tokens
+from flowformer.nn import record_maps
 
 SMALL = LMConfig(vocab_size=23, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dropout=0.0)
 GPT = replace(
@@ -188,6 +189,20 @@ def test_gradient_checkpointing_changes_nothing():
         loss = model.loss(tokens, mask=mask)
         results.append([loss, *gradients(loss, model)])
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_layers_that_record_maps_are_not_checkpointed(backward_inside):
+    """Recomputation would record the maps twice, or save other tensors than the first run, which torch refuses."""
+    model = randomized(SMALL).train()
+    model.gradient_checkpointing = True
+    with record_maps(model) as maps:
+        loss = model.loss(random_tokens(2, 9))
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    assert len(maps) == SMALL.num_layers
 
 
 @torch.no_grad()

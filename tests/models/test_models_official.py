@@ -200,3 +200,9 @@ class TestFiles:
         with pytest.raises(Exception, match=r"weights_only"):
             official.read_weights(tmp_path / "weights.pt")
         assert not (tmp_path / "sprung").exists()
+
+    @pytest.mark.parametrize("content", [[torch.ones(2)], {"state_dict": [torch.ones(2)]}])
+    def test_a_file_without_a_state_dict(self, content, tmp_path):
+        torch.save(content, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=r"weights\.pt holds a list, not a state dict"):
+            official.read_weights(tmp_path / "weights.pt")

@@ -305,6 +305,12 @@ def test_recording_goes_on_after_an_inner_block():
     assert [maps.competition.shape[0] for maps in inner + outer] == [2, 1]
 
 
+def test_maps_are_not_recorded_with_a_state():
+    attention = FlowAttention(12, 3, is_causal=True)
+    with record_maps(attention), pytest.raises(NotImplementedError, match="maps of a sequence with a state"):
+        attention(torch.randn(2, 5, 12), state=attention.new_state(2))
+
+
 def test_recording_a_model_without_flows_is_an_error():
     with pytest.raises(ValueError, match="has no Flow-Attention"), record_maps(nn.Linear(3, 3)):
         pass

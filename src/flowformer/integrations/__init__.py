@@ -1,1 +1,4 @@
-"""Flow-Attention in other libraries: transformers, timm, aeon, gymnasium. Each file needs the extra it names."""
+"""Flow-Attention in other libraries: transformers, timm, aeon, gymnasium.
+
+Each needs an optional dependency. Without it, the ImportError names the extra to install.
+"""

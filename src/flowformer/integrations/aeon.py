@@ -1,4 +1,4 @@
-"""Classification and regression of time series as aeon estimators, on `flowformer.models.FlowformerTimeSeries`.
+"""aeon estimators for classification and regression of time series, based on `FlowformerTimeSeries`.
 
 Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to the model.
 """
@@ -35,9 +35,9 @@ Series = list[Tensor]  # each (N, C)
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NetworkEstimator:
-    """What estimators with a network share: standardised series, the device, random numbers and threads.
+    """Base class of estimators with a network: standardisation of series, device, seeding and threads.
 
-    Estimators are dataclasses: their fields are the parameters that scikit-learn reads off the signature of `__init__`.
+    Estimators are dataclasses, so that `__init__` has the signature from which scikit-learn reads the parameters.
     """
 
     batch_size: int = 16
@@ -56,30 +56,30 @@ class NetworkEstimator:
     }
 
     def __post_init__(self) -> None:
-        super().__init__()  # aeon's, which comes after this class
+        super().__init__()  # the __init__ of aeon's base class, which follows this class in the MRO
 
     def _prepare(self, X: Iterable[np.ndarray]) -> Series:
-        """The training series, standardised by their own mean and deviation, which are kept for later series."""
+        """Standardise the training series; store their mean and deviation for the series of `predict`."""
         cases = [np.asarray(x, dtype=float) for x in X]
         _check_finite(cases)
-        self.channel_mean_, self.channel_scale_ = _moments(np.concatenate(cases, axis=1).T)
+        self.channel_mean_, self.channel_scale_ = _mean_and_scale(np.concatenate(cases, axis=1).T)
         self._n_jobs = check_n_jobs(self.n_jobs)
         return self._standardise(cases)
 
     @contextmanager
     def _seeded(self, random: np.random.RandomState) -> Iterator[None]:
-        """Compute with a seed drawn from `random`, and leave the caller's random numbers alone."""
+        """Inside the block, seed torch from `random` and set its threads; restore both afterwards."""
         device = self._device()
         with _threads(self._n_jobs), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(random.randint(np.iinfo(np.int32).max))
             yield
 
-    def _keep(self, model: nn.Module) -> None:
-        # kept on the CPU, so that a pickle loads on any machine
+    def _store_model(self, model: nn.Module) -> None:
+        # on the CPU, so that the pickled estimator loads on machines without a GPU
         self.model_ = model.cpu().eval()
 
     def _predict_outputs(self, X: Iterable[np.ndarray]) -> Tensor:
-        """The outputs of the model, (B, num_outputs) in float64."""
+        """Return the outputs of the model for X, (B, num_outputs) in float64."""
         model = deepcopy(self.model_).to(self._device())
         with _threads(self._n_jobs):
             return self._outputs(model, self._standardise(X)).cpu().double()
@@ -92,7 +92,7 @@ class NetworkEstimator:
         return torch.cat([model(*pad(series[i : i + self.batch_size], device)) for i in starts])
 
     def _standardise(self, X: Iterable[np.ndarray]) -> Series:
-        # after standardisation and in float32, where a large float64 overflows
+        # check again: a large float64 may overflow in float32
         series = [torch.from_numpy((x.T - self.channel_mean_) / self.channel_scale_).float() for x in X]
         _check_finite([each.T.numpy() for each in series])
         return series
@@ -103,7 +103,7 @@ class NetworkEstimator:
         try:
             device = torch.device(self.device)
             torch.empty(0, device=device)
-        # torch raises AssertionError if it was built without CUDA
+        # torch built without CUDA raises AssertionError
         except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
             raise ValueError(
                 f'cannot compute on device={self.device!r}: {str(error).splitlines()[0]} Accepted: "auto" (a GPU if '
@@ -114,7 +114,7 @@ class NetworkEstimator:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainedEstimator(NetworkEstimator):
-    """What estimators share that train one network from end to end."""
+    """Base class of estimators that train one network from end to end."""
 
     embed_dim: int = 64
     num_layers: int = 2
@@ -126,13 +126,19 @@ class TrainedEstimator(NetworkEstimator):
     patience: int = 20
 
     @property
-    def _sizes(self) -> tuple[str, ...]:
-        """The parameters that must be positive whole numbers."""
+    def _positive_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that must be positive whole numbers."""
         return "embed_dim", "num_layers", "n_epochs", "batch_size", "patience"
 
     def _train(self, X: Iterable[np.ndarray], target: Tensor, strata: np.ndarray, num_outputs: int, loss: Loss) -> None:
-        """Fit `model_` to X; `loss` takes its outputs and the target, a split keeps `strata` (B,) in proportion."""
-        for name in self._sizes:
+        """Train a network on X and store it as `model_`.
+
+        Args:
+            target: (B,) or (B, num_outputs).
+            strata: (B,), strata of which the validation split holds out equal shares.
+            loss: function of the outputs and the target.
+        """
+        for name in self._positive_parameters:
             check_positive(**{name: getattr(self, name)})
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction must be between 0 and 1, got {self.validation_fraction}.")
@@ -141,16 +147,16 @@ class TrainedEstimator(NetworkEstimator):
         held_out = self._hold_out(strata, random)
         with self._seeded(random):
             model = self._network(len(self.channel_mean_), num_outputs, max(map(len, series)))
-            model = model.to(self._device(), torch.float32)  # that of the series, whatever torch's default
+            model = model.to(self._device(), torch.float32)  # the dtype of the series, whatever torch's default dtype
             self._optimise(model, series, target.to(self._device()), loss, held_out)
-        self._keep(model)
+        self._store_model(model)
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
-        """The network to train: takes (B, N, C) and a mask (B, N) or None, and gives (B, num_outputs)."""
+        """Build the network to train: maps series (B, N, C) and a mask (B, N) or None to (B, num_outputs)."""
         raise NotImplementedError
 
     def _optimise(self, model: nn.Module, series: Series, target: Tensor, loss: Loss, held_out: Tensor) -> None:
-        """Run the epochs; with early stopping, leave the model as it was when the held-out loss was lowest."""
+        """Train for all epochs; with early stopping, restore the weights of the epoch with the lowest held-out loss."""
         train, validation = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
         steps = int(self.n_epochs) * -(-len(train) // self.batch_size)
@@ -162,14 +168,14 @@ class TrainedEstimator(NetworkEstimator):
             model.train()
             total = 0.0
             for rows in train[torch.randperm(len(train))].split(self.batch_size):
-                value = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
+                batch_loss = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
                 optimizer.zero_grad()
-                value.backward()
-                # as the authors do for these data
+                batch_loss.backward()
+                # the authors' limit for the UEA datasets
                 nn.utils.clip_grad_norm_(model.parameters(), 4.0)
                 optimizer.step()
                 schedule.step()
-                total += value.item() * len(rows)
+                total += batch_loss.item() * len(rows)
             self.loss_curve_.append(total / len(train))
             if not np.isfinite(total):
                 raise ValueError(
@@ -188,7 +194,7 @@ class TrainedEstimator(NetworkEstimator):
             model.load_state_dict(best)
 
     def _hold_out(self, strata: np.ndarray, random: np.random.RandomState) -> Tensor:
-        """(B,) bool, True = held out for early stopping: a share of each stratum, but never its first case."""
+        """Return which cases to hold out for early stopping, (B,) bool: a share of each stratum, never all of it."""
         count = len(strata)
         held_out = torch.zeros(count, dtype=torch.bool)
         if self.early_stopping:
@@ -206,7 +212,7 @@ class TrainedEstimator(NetworkEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _FlowNetwork(TrainedEstimator):
+class _FlowEstimator(TrainedEstimator):
     """An estimator whose network is `FlowformerTimeSeries`."""
 
     num_heads: int = 8
@@ -214,8 +220,8 @@ class _FlowNetwork(TrainedEstimator):
     attention: str = "flow"
 
     @property
-    def _sizes(self) -> tuple[str, ...]:
-        return (*super()._sizes, "num_heads", *(() if self.mlp_dim is None else ("mlp_dim",)))
+    def _positive_parameters(self) -> tuple[str, ...]:
+        return (*super()._positive_parameters, "num_heads", *(() if self.mlp_dim is None else ("mlp_dim",)))
 
     def _network(self, num_features: int, num_outputs: int, max_length: int) -> nn.Module:
         config = TimeSeriesConfig(
@@ -227,7 +233,7 @@ class _FlowNetwork(TrainedEstimator):
             num_heads=self.num_heads,
             mlp_dim=4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim,
             dropout=self.dropout,
-            # these two take series longer than any seen in training
+            # head and positions that accept longer series than the training data
             head="mean",
             positions="sinusoidal",
             attention=self.attention,
@@ -236,14 +242,14 @@ class _FlowNetwork(TrainedEstimator):
 
     @classmethod
     def _get_test_params(cls, parameter_set: str = "default") -> list[dict[str, Any]]:
-        """What aeon's checks build the estimator with."""
+        """Return the parameters that aeon's estimator checks use."""
         small = {"embed_dim": 8, "num_layers": 1, "num_heads": 2, "n_epochs": 2, "batch_size": 4}
         return [small, {**small, "early_stopping": True, "validation_fraction": 0.3, "patience": 1}]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NetworkClassifier(TrainedEstimator, BaseClassifier):
-    """What classifiers share that train a network by cross-entropy."""
+    """Base class of classifiers that train a network by cross-entropy."""
 
     class_weight: str | dict | None = None
 
@@ -252,7 +258,7 @@ class NetworkClassifier(TrainedEstimator, BaseClassifier):
         weight = torch.from_numpy(compute_class_weight(self.class_weight, classes=self.classes_, y=y)).float()
 
         def loss(scores: Tensor, target: Tensor) -> Tensor:
-            # over the number of cases, not their weight: a batch of weight 0 has no mean
+            # divided by the number of cases, not by their weight, which is 0 if all classes of a batch have weight 0
             return F.cross_entropy(scores, target, weight.to(scores.device), reduction="sum") / len(target)
 
         self._train(X, torch.from_numpy(labels), labels, self.n_classes_, loss)
@@ -266,29 +272,30 @@ class NetworkClassifier(TrainedEstimator, BaseClassifier):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FlowformerTimeSeriesClassifier(_FlowNetwork, NetworkClassifier):
+class FlowformerTimeSeriesClassifier(_FlowEstimator, NetworkClassifier):
     """Classifies time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
-    Series may have any number of channels and lengths that differ, also from those seen in training. Channels are
-    standardised by the training data.
+    Series may have several channels and different lengths, also longer than in training. Channels are standardised with
+    mean and deviation of the training data.
 
     Args:
-        embed_dim, num_layers, num_heads, dropout: of the encoder.
-        mlp_dim: inner width of its feed-forward networks; None is 4 · embed_dim.
-        attention: "flow", or the name of a rival as `flowformer.baselines.names` lists them.
-        n_epochs, batch_size: how often all cases are seen, and how many at once.
-        learning_rate: the highest of a cycle that warms up and anneals to zero (AdamW).
-        weight_decay: of AdamW.
+        embed_dim, num_layers, num_heads, dropout: width, depth, heads and dropout of the encoder.
+        mlp_dim: inner width of the feed-forward networks; None means 4 · embed_dim.
+        attention: "flow", or the name of a rival attention; `flowformer.baselines.names` lists them.
+        n_epochs, batch_size: passes over the training cases, and cases per batch.
+        learning_rate: peak learning rate of AdamW; the schedule (OneCycleLR) warms up and anneals to almost 0.
+        weight_decay: weight decay of AdamW.
         class_weight: None, "balanced", or a dict from label to weight.
         early_stopping: hold out `validation_fraction` of the training cases, stop when their loss has not fallen for
-            `patience` epochs, and keep the weights of the lowest. False trains on all cases for all epochs.
-        device: where to compute, such as "cuda:1"; "auto" is a GPU if there is one.
-        n_jobs: threads on the CPU, -1 for all cores. Small models are fastest on one.
-        random_state: seed of everything random. The same integer gives the same result.
+            `patience` epochs, and restore the weights with the lowest loss. False trains on all cases for all epochs.
+        device: torch device, such as "cuda:1"; "auto" is a GPU if one is available, else the CPU.
+        n_jobs: threads on the CPU, -1 for all cores. Small models are fastest on one thread.
+        random_state: seed of initialisation, dropout, shuffling and validation split. The same integer gives the same
+            result.
         verbose: show a progress bar, if rich is installed.
 
     Attributes after `fit`: `model_` (on the CPU, in evaluation mode), `channel_mean_` and `channel_scale_` (C,),
-    `loss_curve_` and, with early stopping, `validation_loss_curve_`, one number an epoch; `classes_`, `n_classes_`.
+    `loss_curve_` and, with early stopping, `validation_loss_curve_`, one number per epoch; `classes_`, `n_classes_`.
 
     >>> import numpy as np
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
@@ -299,11 +306,11 @@ class FlowformerTimeSeriesClassifier(_FlowNetwork, NetworkClassifier):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
+class FlowformerTimeSeriesRegressor(_FlowEstimator, BaseRegressor):
     """Predicts a number from a time series with Flow-Attention, as an aeon and scikit-learn estimator.
 
-    Series may have any number of channels and lengths that differ, also from those seen in training. Channels and
-    target are standardised by the training data; the loss is the mean squared error.
+    Series may have several channels and different lengths, also longer than in training. Channels and target are
+    standardised with mean and deviation of the training data; the loss is the mean squared error.
 
     Args: as for `FlowformerTimeSeriesClassifier`, without class_weight.
 
@@ -318,7 +325,7 @@ class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
     """
 
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> Self:
-        self.target_mean_, self.target_scale_ = _moments(y)
+        self.target_mean_, self.target_scale_ = _mean_and_scale(y)
         target = torch.from_numpy((y - self.target_mean_) / self.target_scale_).float()
         self._train(X, target[:, None], np.zeros(len(y)), 1, F.mse_loss)
         return self
@@ -327,7 +334,7 @@ class FlowformerTimeSeriesRegressor(_FlowNetwork, BaseRegressor):
         return self._predict_outputs(X)[:, 0].numpy() * self.target_scale_ + self.target_mean_
 
 
-# `flowformer.models.FlowformerClassifier` is another class
+# names of earlier versions, renamed because `flowformer.models.FlowformerClassifier` is another class
 __getattr__ = moved(
     __name__,
     {
@@ -338,7 +345,7 @@ __getattr__ = moved(
 
 
 def _check_finite(cases: Iterable[np.ndarray]) -> None:
-    """Cases (C, N) must be finite: an infinite step would decide the result of its whole series."""
+    """Raise unless all cases (C, N) are finite: one infinite step would dominate the result of its series."""
     for i, case in enumerate(cases):
         if not np.isfinite(case).all():
             channel, step = np.argwhere(~np.isfinite(case))[0]
@@ -348,14 +355,14 @@ def _check_finite(cases: Iterable[np.ndarray]) -> None:
             )
 
 
-def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation over the first axis; 1 for the deviation of what does not vary."""
-    # rounding gives what does not vary a deviation of about 1e-17
+def _mean_and_scale(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation over the first axis, with deviation 1 for constant columns."""
+    # max > min instead of std > 0: rounding gives constants a deviation of about 1e-17
     return values.mean(0), np.where(values.max(0) > values.min(0), values.std(0), 1.0)
 
 
 def pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Series (N_i, C) as one batch (B, N, C), and which steps are theirs, (B, N), None if all are."""
+    """Pad series (N_i, C) to a batch (B, N, C); also return the mask (B, N), True = a step, or None without padding."""
     lengths = torch.tensor([len(each) for each in series])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     return pad_sequence(series, batch_first=True).to(device), None if mask.all() else mask.to(device)
@@ -363,7 +370,7 @@ def pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch use `count` threads on the CPU, then as many as before."""
+    """Set the number of torch's CPU threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -373,7 +380,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def rounds(count: int, name: str, verbose: bool) -> Iterable[int]:
-    """range(count), with a progress bar if asked for and possible."""
+    """Return range(count), with a progress bar if verbose and rich is installed."""
     if verbose:
         with suppress(ImportError):
             from rich.progress import track

@@ -1,6 +1,6 @@
-"""The Decision Flowformer in gymnasium: a policy for environments, its evaluation, and recorded episodes.
+"""The Decision Flowformer in gymnasium: a policy for environments, its evaluation, and reading of recorded episodes.
 
-Shapes: B environments, T steps, S numbers of a state, A of an action, E episodes.
+Shapes: B environments, T steps, S state dimension, A action dimension, E episodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except Exception as error:  # a broken package may raise anything
 
 
 class DecisionPolicy:
-    """Acts in an environment, or in a vector of them of any autoreset mode; each environment has a past of its own.
+    """Policy for an environment, or for a vector of environments with any autoreset mode.
 
         policy.reset(envs)
         observations, _ = envs.reset()
@@ -40,15 +40,15 @@ class DecisionPolicy:
             policy.observe(rewards, terminations, truncations)
 
     With AutoresetMode.DISABLED, also reset the environments that have ended: `envs.reset(options={"reset_mask": …})`.
-    In a single environment, everything is without the axis of environments: an observation (S,), an action, a reward.
-    Observations are a Box of shape (S,); actions a Box of shape (A,), or Discrete(A) for a model of discrete actions.
+    For a single environment, arrays have no environment axis: an observation (S,), one action, one reward.
+    Observations are a Box of shape (S,); actions a Box of shape (A,), or Discrete(A) if the model has discrete actions.
 
     Args:
-        model: in evaluation mode, unless its dropout is wanted.
+        model: in evaluation mode, unless you want dropout.
         target_return: the return-to-go at the start of an episode, in the units of the environment.
-        return_scale: what returns were divided by in training.
-        state_mean, state_std: (S,) of the states in training; None are 0 and 1.
-        window: None carries a state over the whole episode; a number looks at as many steps, as the paper does with 20.
+        return_scale: divisor of the returns in training.
+        state_mean, state_std: (S,), mean and deviation of the training states; None means 0 and 1.
+        window: None uses recurrent states over the whole episode; a number uses that many last steps, 20 in the paper.
 
     >>> import gymnasium
     >>> from flowformer.models.decision import PRESETS
@@ -87,7 +87,7 @@ class DecisionPolicy:
         _check_finite("state_mean", self.state_mean)
 
     def reset(self, envs: VectorEnv | Env) -> None:
-        """Start new episodes in this environment or vector, which may be another one than before."""
+        """Start new episodes in `envs`, which may differ from the environments used before."""
         mode, config, weight = _autoreset_mode(envs), self.model.config, self.model.action_head.weight
         self._is_vector = isinstance(envs, VectorEnv)
         if isinstance(envs, VectorEnv):
@@ -99,19 +99,20 @@ class DecisionPolicy:
         _check_length(envs.spec, config.max_timestep)
         self._action_space = action_space
         if isinstance(action_space, Box):
+            self._exact_bounds = action_space.low, action_space.high
             self._bounds = torch.as_tensor(action_space.low).to(weight), torch.as_tensor(action_space.high).to(weight)
-        count = _count(envs)
+        count = _num_envs(envs)
         self._rollout = self.model.new_rollout(count, window=self.window)
         self._return_to_go = np.full(count, float(self.target_return))
         self._resets_next_step = mode is AutoresetMode.NEXT_STEP
         self._resetting = np.zeros(count, dtype=bool)
 
     def act(self, observations: np.ndarray) -> np.ndarray:
-        """The actions for observations (B, S): (B, A) inside the bounds of the action space, or (B,) choices of it."""
-        rollout = self._playing()
+        """Return the actions for observations (B, S): (B, A) within the bounds of the action space, or (B,) choices."""
+        rollout = self._current_rollout()
         weight = self.model.action_head.weight
         observations = np.asarray(observations) if self._is_vector else np.asarray(observations)[None]
-        if observations.shape[-1:] != self.state_mean.shape:  # numpy would repeat a single number
+        if observations.shape[-1:] != self.state_mean.shape:  # numpy would broadcast a last axis of 1
             raise ValueError(f"an observation must have shape {self.state_mean.shape}, got {observations.shape[1:]}.")
         _check_finite("observations", observations)
         state = torch.as_tensor((observations - self.state_mean) / self.state_std).to(weight)
@@ -122,8 +123,9 @@ class DecisionPolicy:
         else:
             action = action.clamp(*self._bounds)
             if np.issubdtype(self._action_space.dtype, np.integer):
-                action = action.round()  # the cast below would cut off
-            actions = action.float().cpu().numpy()
+                action = action.round()  # the cast to the integer dtype below would truncate
+            # clip again in float64: the dtype of the model may round a bound to a value outside the space
+            actions = action.cpu().double().numpy().clip(*self._exact_bounds)
         self._rollout = replace(rollout, action=action)
         actions = actions.astype(self._action_space.dtype)
         return actions if self._is_vector else actions[0]
@@ -131,14 +133,14 @@ class DecisionPolicy:
     def observe(
         self, rewards: np.ndarray | float, terminations: np.ndarray | bool, truncations: np.ndarray | bool
     ) -> np.ndarray:
-        """Record a step; where an episode has ended, its past is cleared and the return-to-go is the target again.
+        """Record the results of a step. For episodes that have ended, clear the past and reset the return-to-go.
 
         Args: (B,) each, as `envs.step` returns them.
 
-        Returns: (B,) bool, where a step was taken: with AutoresetMode.NEXT_STEP, the call after the end of an episode
-        is a reset instead. It returns the first observation of the next episode, without a reward.
+        Returns: (B,) bool, False where `envs.step` took no step. With AutoresetMode.NEXT_STEP, the call after the end
+        of an episode resets the environment instead, and returns the first observation of the next episode.
         """
-        rollout = self._playing()
+        rollout = self._current_rollout()
         count = len(self._resetting)
         for name, value in (("rewards", rewards), ("terminations", terminations), ("truncations", truncations)):
             if np.shape(value) != (count,) and (self._is_vector or np.shape(value) != ()):
@@ -146,15 +148,16 @@ class DecisionPolicy:
         _check_finite("rewards", rewards)
         ended = np.atleast_1d(np.logical_or(terminations, truncations))
         played = ~self._resetting
-        # at the end, since timesteps may go no further, and again after the call that was a reset
-        begins = ended | self._resetting
-        self._return_to_go = np.where(begins, self.target_return, self._return_to_go - rewards)
-        if begins.any():
-            self._rollout = rollout.reset(torch.from_numpy(begins).to(rollout.timestep.device))
+        # clear the past when an episode ends, since timesteps must stay below max_timestep; and once more after the
+        # call that only resets, for which `act` has recorded an action
+        starts_episode = ended | self._resetting
+        self._return_to_go = np.where(starts_episode, self.target_return, self._return_to_go - rewards)
+        if starts_episode.any():
+            self._rollout = rollout.reset(torch.from_numpy(starts_episode).to(rollout.timestep.device))
         self._resetting = ended & self._resets_next_step
         return played if self._is_vector else played[0]
 
-    def _playing(self) -> RecurrentRollout | WindowRollout:
+    def _current_rollout(self) -> RecurrentRollout | WindowRollout:
         if self._rollout is None:
             raise RuntimeError("the policy is in no environment yet. Call reset(envs) first.")
         return self._rollout
@@ -162,7 +165,7 @@ class DecisionPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The episodes that `evaluate` played: their returns and lengths, (E,), in the environment of this id."""
+    """Result of `evaluate`: returns and lengths (E,) of the episodes, and the id of the environment."""
 
     environment: str
     returns: np.ndarray
@@ -170,18 +173,18 @@ class Evaluation:
 
     @property
     def scores(self) -> np.ndarray:
-        """(E,), see `normalised_score`."""
+        """The normalised score of each episode, (E,), see `normalised_score`."""
         return normalised_score(self.environment, self.returns)
 
 
 def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, seed: int | None = None) -> Evaluation:
-    """Play a number of episodes, the model in evaluation mode.
+    """Play a number of episodes with the model in evaluation mode.
 
-    Each environment plays a fixed number: taking the first that end would favour short episodes. Returns,
-    lengths and their order are the same in every autoreset mode.
+    Each environment plays a fixed number of episodes: counting the first to end would favour short episodes. Returns,
+    lengths and their order do not depend on the autoreset mode.
 
     Args:
-        envs: one environment, or a vector of them of any autoreset mode; left open, within an episode.
+        envs: one environment, or a vector with any autoreset mode. It is not closed, and may be left within an episode.
         seed: environment i is seeded with seed + i.
     """
     check_positive(episodes=episodes)
@@ -196,11 +199,11 @@ def evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, *, se
 def _evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, seed: int | None) -> Evaluation:
     policy.reset(envs)
     observations, _ = envs.reset(seed=seed)
-    count = _count(envs)
-    wanted = [len(range(row, episodes, count)) for row in range(count)]
-    finished: list[list[tuple[float, int]]] = [[] for _ in wanted]
+    count = _num_envs(envs)
+    quota = [len(range(row, episodes, count)) for row in range(count)]
+    finished: list[list[tuple[float, int]]] = [[] for _ in quota]
     returns, lengths = np.zeros(count), np.zeros(count, dtype=int)
-    while any(len(row) < number for row, number in zip(finished, wanted, strict=True)):
+    while any(len(row) < number for row, number in zip(finished, quota, strict=True)):
         observations, rewards, terminations, truncations, _ = envs.step(policy.act(observations))
         rewards = np.asarray(rewards, dtype=float)
         played = policy.observe(rewards, terminations, truncations)
@@ -213,25 +216,25 @@ def _evaluate(policy: DecisionPolicy, envs: VectorEnv | Env, episodes: int, seed
         if ended.any() and _autoreset_mode(envs) is AutoresetMode.DISABLED:
             options = {"reset_mask": ended} if isinstance(envs, VectorEnv) else None
             observations, _ = envs.reset(options=options)
-    counted = [episode for row, number in zip(finished, wanted, strict=True) for episode in row[:number]]
+    counted = [episode for row, number in zip(finished, quota, strict=True) for episode in row[:number]]
     name = "unknown" if envs.spec is None else envs.spec.id
     return Evaluation(name, *(np.array(part) for part in zip(*counted, strict=True)))
 
 
 def normalised_score(environment: str, returns: np.ndarray) -> np.ndarray:
-    """100 · (return − random) / (expert − random), with D4RL's reference returns.
+    """Return 100 · (return − random) / (expert − random), with D4RL's reference returns.
 
-    They were measured in older versions of these environments: compare scores of one version only.
+    The references were measured in older versions of the environments: compare only scores of the same version.
 
     >>> normalised_score("Hopper-v5", np.array([3234.3]))
     array([100.])
     """
-    known = environment_of(environment)
-    return 100 * (returns - known.random_return) / (known.expert_return - known.random_return)
+    reference = environment_of(environment)
+    return 100 * (returns - reference.random_return) / (reference.expert_return - reference.random_return)
 
 
 class Trajectory(NamedTuple):
-    """An episode in the order of `FlowformerDecision.forward`, in float32; discrete actions in int64."""
+    """An episode as arguments of `FlowformerDecision.forward`, in float32; discrete actions in int64."""
 
     returns_to_go: Tensor  # (T,)
     states: Tensor  # (T, S)
@@ -239,7 +242,7 @@ class Trajectory(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Episodes as the model is trained on them, and what their states were standardised with."""
+    """Episodes for training, and the mean and deviation with which their states were standardised."""
 
     trajectories: list[Trajectory]
     state_mean: np.ndarray  # (S,)
@@ -247,34 +250,34 @@ class Recording(NamedTuple):
 
 
 def read_episodes(episodes: Iterable[Any] | str | os.PathLike[str], *, return_scale: float = RETURN_SCALE) -> Recording:
-    """Recorded episodes, as trajectories for `FlowformerDecision.loss`.
+    """Read recorded episodes as trajectories for `FlowformerDecision.loss`.
 
     Args:
-        episodes: a minari.MinariDataset or any of its EpisodeData; or a file of D4RL, its path or opened with h5py,
-            of which the steps after the last end of an episode are left out.
-        return_scale: what returns are divided by; they are not discounted. `DecisionPolicy` takes the same.
+        episodes: a minari.MinariDataset or an iterable of its EpisodeData; or a D4RL file, as a path or opened with
+            h5py. An unfinished episode at the end of a D4RL file is left out.
+        return_scale: divisor of the returns, which are not discounted. Pass the same to `DecisionPolicy`.
     """
     _check_scale("return_scale", return_scale)
-    recorded = _recorded(episodes)
+    recorded = _load_episodes(episodes)
     if not recorded:
         raise ValueError("got no episodes.")
     if not all(np.isfinite(part).all() for episode in recorded for part in episode[:3]):
         raise ValueError("the episodes hold NaN or infinite numbers. Leave out those that do.")
-    # the first choice of the discrete space of a minari dataset, which may not be 0
+    # a Discrete action space of a minari dataset may start at another number than 0
     start = getattr(getattr(episodes, "action_space", None), "start", 0)
-    together = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
-    mean, std = together.mean(0), together.std(0) + 1e-6
+    all_states = np.concatenate([episode.states for episode in recorded]).astype(np.float64)
+    mean, std = all_states.mean(0), all_states.std(0) + 1e-6
     trajectories = []
     for states, actions, rewards, _ in recorded:
         returns_to_go = np.cumsum(rewards[::-1], dtype=np.float64)[::-1] / return_scale
         parts = torch.tensor(returns_to_go.copy()).float(), torch.tensor((states - mean) / std).float()
-        chosen = torch.tensor(actions - start).long() if actions.ndim == 1 else torch.tensor(actions).float()
-        trajectories.append(Trajectory(*parts, chosen))
+        encoded = torch.tensor(actions - start).long() if actions.ndim == 1 else torch.tensor(actions).float()
+        trajectories.append(Trajectory(*parts, encoded))
     return Recording(trajectories, mean, std)
 
 
-def _recorded(episodes: Any) -> list[Episode]:
-    """The episodes of any source that `read_episodes` takes."""
+def _load_episodes(episodes: Any) -> list[Episode]:
+    """Load the episodes from any source that `read_episodes` accepts."""
     if isinstance(episodes, (str, os.PathLike)):
         path = Path(episodes).expanduser()
         if not path.is_file():
@@ -283,7 +286,7 @@ def _recorded(episodes: Any) -> list[Episode]:
                 "minari, pass minari.load_dataset(id)."
             )
         return read_d4rl(path)[1]
-    if hasattr(episodes, "filename"):  # opened with h5py, which need not be installed
+    if hasattr(episodes, "filename"):  # an open h5py file; isinstance would need h5py, which is optional
         return read_d4rl(episodes)[1]
     recorded = []
     for episode in episodes:
@@ -301,7 +304,7 @@ def _recorded(episodes: Any) -> list[Episode]:
                 f"an episode needs at least one step, and as many rewards and observations as actions; got actions "
                 f"{actions.shape}, rewards {rewards.shape} and observations {observations.shape}."
             )
-        # an episode holds one observation more than actions: the last, in which nothing was done
+        # minari stores one observation more than actions: the one after the last step
         recorded.append(Episode(observations[:steps], actions, rewards, False))
     return recorded
 
@@ -327,13 +330,13 @@ def _check_scale(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
-def _count(envs: VectorEnv | Env) -> int:
+def _num_envs(envs: VectorEnv | Env) -> int:
     return envs.num_envs if isinstance(envs, VectorEnv) else 1
 
 
 def _autoreset_mode(envs: VectorEnv | Env) -> AutoresetMode:
     if isinstance(envs, Env):
-        return _mode_of_one(envs)
+        return _single_autoreset_mode(envs)
     if not isinstance(envs, VectorEnv):
         raise TypeError(
             f"the policy acts in a gymnasium.Env or a gymnasium.vector.VectorEnv, got {type(envs).__name__}. Make one "
@@ -347,8 +350,8 @@ def _autoreset_mode(envs: VectorEnv | Env) -> AutoresetMode:
     return mode
 
 
-def _mode_of_one(env: Env) -> AutoresetMode:
-    """A single environment waits to be reset, unless it is wrapped to do so in the step after an end."""
+def _single_autoreset_mode(env: Env) -> AutoresetMode:
+    """The autoreset mode of a single environment: NEXT_STEP with the Autoreset wrapper, else DISABLED."""
     while isinstance(env, Wrapper):
         if isinstance(env, Autoreset):
             return AutoresetMode.NEXT_STEP
@@ -377,10 +380,10 @@ def _check_actions(space: Space, dim: int, discrete: bool) -> None:
 def _check_length(spec: EnvSpec | None, max_timestep: int) -> None:
     if spec is None:
         return
-    # a limit passed to make_vec is among the arguments, next to the registered one
+    # make_vec stores a limit in spec.kwargs, and leaves the registered limit in spec.max_episode_steps
     longest = spec.kwargs.get("max_episode_steps", spec.max_episode_steps)
     if longest is not None and longest > max_timestep:
         raise ValueError(
             f"episodes of {spec.id} may have {longest} steps, but config.max_timestep is {max_timestep}. Make the "
-            "environments with max_episode_steps, or train a model that counts further."
+            "environments with max_episode_steps, or train a model with a larger max_timestep."
         )

@@ -1,4 +1,4 @@
-"""The paper's five model families, on `flowformer.nn`; `official` reads the authors' weights into them."""
+"""The paper's five model families, built from `flowformer.nn`; `official` loads the authors' checkpoints into them."""
 
 from .classifier import ClassifierConfig, FlowformerClassifier, FlowformerPairClassifier
 from .counts import Counts, count

@@ -1,4 +1,4 @@
-"""What the models share: a frozen config, a folder to save to and load from, checkpointed layers, recorded maps."""
+"""Base class of the models: config, save_pretrained and from_pretrained, gradient checkpointing, recorded maps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._utils import optional_import, read_json, suggestion, write_atomically
 from ..nn import record_maps
+from ..nn.attention import is_recording
 from ..ops import FlowMaps, FlowVariant
 
 CONFIG_FILE = "config.json"
@@ -24,13 +25,13 @@ WEIGHTS_FILE = "model.safetensors"
 class FlowModel(nn.Module):
     """A model built from a frozen dataclass, `config_class`.
 
-    `gradient_checkpointing = True` makes training keep the inputs of each layer only and compute the rest again in the
+    `gradient_checkpointing = True` keeps only the inputs of each layer during training and recomputes the rest in the
     backward pass.
     """
 
     config_class: ClassVar[type]
     config: Any
-    checkpoint: Callable = staticmethod(partial(checkpoint, use_reentrant=False))  # runs a layer
+    checkpoint: Callable = staticmethod(partial(checkpoint, use_reentrant=False))  # (layer, *inputs) -> output
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -40,10 +41,12 @@ class FlowModel(nn.Module):
         self.gradient_checkpointing = False
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors into a folder, made if need be."""
+        """Write config.json and model.safetensors to a folder, which is created if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
+        if options := self._options():
+            config["options"] = options
         write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         safetensors = optional_import("safetensors.torch", "hf")
         try:
@@ -53,50 +56,59 @@ class FlowModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """The model that `save_pretrained` wrote to a folder, in evaluation mode, in the dtype it was saved in."""
+        """Load a model that `save_pretrained` wrote, in evaluation mode.
+
+        The model has the dtype of the saved weights, or torch's default dtype if they have several.
+        """
         folder = Path(folder)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} has no {name}; accepted: a folder that save_pretrained wrote.")
         fields = read_json(folder / CONFIG_FILE)
-        saved = fields.pop("model", None)
-        if saved != cls.__name__:
-            raise ValueError(f"{folder} holds a {saved}, not a {cls.__name__}. Load it with {saved}.from_pretrained.")
+        saved_class, options = fields.pop("model", None), fields.pop("options", {})
+        if saved_class != cls.__name__:
+            raise ValueError(
+                f"{folder} holds a {saved_class}, not a {cls.__name__}. Load it with {saved_class}.from_pretrained."
+            )
         safetensors = optional_import("safetensors.torch", "hf")
         try:
             weights = safetensors.load_file(str(folder / WEIGHTS_FILE), device=str(device))
         except optional_import("safetensors", "hf").SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS_FILE} is damaged: {error}. Copy it or train it again.") from error
         dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-        model = cls(config_from(cls.config_class, fields)).to(device)
+        model = cls(config_from(cls.config_class, fields), **options).to(device)
         if len(dtypes) == 1:
             model.to(dtypes.pop())
         safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
         return model.eval()
 
     def num_parameters(self, *, trainable: bool = False) -> int:
-        """How many numbers the parameters hold, tied ones counted once."""
+        """The number of parameters, tied ones counted once; `trainable` counts only those with requires_grad."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable)
 
+    def _options(self) -> dict[str, Any]:
+        """The arguments of `__init__` besides the config, as JSON values; `save_pretrained` writes them too."""
+        return {}
+
     def _layer(self, layer: nn.Module, *args, **kwargs):
-        """layer(*args), computed again in the backward pass if gradient checkpointing is on."""
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        """Run layer(*args, **kwargs), with gradient checkpointing if it is on.
+
+        A layer that records maps is not checkpointed: recomputation would record them twice, or, after the end of
+        `record_maps`, save other tensors than the first run, which torch refuses.
+        """
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and not is_recording(layer):
             return self.checkpoint(partial(layer, **kwargs), *args)
         return layer(*args, **kwargs)
 
     def _with_maps(self, *args, **kwargs) -> tuple[Any, list[FlowMaps]]:
-        """The output, and the maps of each layer."""
-        # a recomputed layer records no maps, and torch refuses one that differs from its first run
-        checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, False
-        try:
-            with record_maps(self) as maps:
-                return self(*args, **kwargs), maps
-        finally:
-            self.gradient_checkpointing = checkpointing
+        """Run the model and return its output and the flow maps of each layer."""
+        with record_maps(self) as maps:
+            return self(*args, **kwargs), maps
 
 
 def options_with_dropout(config: Any) -> dict[str, Any]:
-    """The options of the attention, with config.attention_dropout where it is softmax attention."""
+    """Return config.attention_options; for softmax attention, with config.attention_dropout as `weight_dropout`."""
     if config.attention != "softmax":
         return config.attention_options
     dropout = config.dropout if config.attention_dropout is None else config.attention_dropout
@@ -104,12 +116,12 @@ def options_with_dropout(config: Any) -> dict[str, Any]:
 
 
 def config_from(config_class: type, fields: dict[str, Any]) -> Any:
-    """A config from plain values, as JSON holds them; an unknown name is an error that says the nearest right one."""
-    known = {field.name: field for field in dataclasses.fields(config_class)}
+    """Build a config from JSON values. The error for an unknown field suggests the nearest name."""
+    accepted = {field.name: field for field in dataclasses.fields(config_class)}
     for name in fields:
-        if name not in known:
+        if name not in accepted:
             raise ValueError(
-                f"{config_class.__name__} has no {name!r}{suggestion(name, known)}; accepted: {', '.join(known)}."
+                f"{config_class.__name__} has no {name!r}{suggestion(name, accepted)}; accepted: {', '.join(accepted)}."
             )
     values: dict[str, Any] = {}
     for name, value in fields.items():

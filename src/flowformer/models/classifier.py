@@ -27,26 +27,27 @@ Positions = Literal["sinusoidal", "learned"]
 
 @dataclass(frozen=True)
 class ClassifierConfig:
-    """What a classifier of token sequences is built from; the defaults are the paper's for bytes of text.
+    """Config of the classifiers of token sequences; the defaults are the paper's for byte-level text.
 
     Args:
-        vocab_size: tokens are integers below it.
-        num_classes: how many classes there are.
+        vocab_size: number of distinct tokens.
+        num_classes: number of classes.
         max_length: the longest sequence, for learned positions and for rivals whose parameters depend on it.
-        embed_dim, num_layers, num_heads, mlp_dim: of the encoder; mlp_dim is also the inner width of the head.
-        qkv_dim: inner width of the attention; None is embed_dim.
-        dropout: on embeddings and on both branches of a layer.
-        positions: "sinusoidal", without a longest length, or "learned".
-        pooling: what is classified: the state of a learned token put before the sequence ("cls"), the state of the
-            sequence's own first token ("first"), or the mean of all states ("mean").
-        padding_id: the token that is padding; None where all are data, such as pixels.
-        mask_padding: padding takes part in nothing. False is the authors' code, where it takes part like any token,
-            whatever mask is passed.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_dropout: on the weights of softmax attention; None is `dropout`. No other attention has it.
-        attention_options: of the rival, as `baselines.options` lists them.
-        variant: of Flow-Attention. The default is the paper's; "lra" is that of the code its authors released for this
-            benchmark, where φ = ReLU and heads compete instead of tokens.
+        embed_dim, num_layers, num_heads, mlp_dim: width, depth, heads and inner width of the feed-forward networks;
+            mlp_dim is also the inner width of the head.
+        qkv_dim: inner width of the attention; None means embed_dim.
+        dropout: on the embeddings, inside the feed-forward networks, and on the results of both branches of a layer.
+        positions: "sinusoidal", which take any length, or "learned".
+        pooling: the input of the head: the hidden state of a learned token before the sequence ("cls"), of the first
+            token of the sequence ("first"), or the mean over the sequence ("mean").
+        padding_id: the padding token; None if all tokens are data, such as pixels.
+        mask_padding: whether padding is masked. False is the authors' code, which treats padding like any other token
+            and ignores masks.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_dropout: on the weights of softmax attention; None means `dropout`. Ignored for other attentions.
+        attention_options: options of the rival; `baselines.options` lists them.
+        variant: variant of Flow-Attention. The default is the paper's. In "lra", the code that the authors released for
+            this benchmark, φ is ReLU and heads compete instead of tokens.
     """
 
     vocab_size: int = 257
@@ -118,11 +119,11 @@ PRESETS = {
 
 
 class SequenceEncoder(FlowModel):
-    """What both classifiers share: tokens become one vector a sequence, and a head of `head_dims` maps vectors on.
+    """Base class of both classifiers: an encoder to one vector per sequence, and an MLP head of widths `head_dims`.
 
     Attributes:
-        pack: whether batches with much padding are computed without it, which saves time and memory. Set it to False
-            for CUDA graphs: shapes then differ from batch to batch, and the host waits for the lengths.
+        pack: whether batches with much padding are packed, which saves time and memory. Set it to False for CUDA
+            graphs: packing waits for the lengths on the host, and shapes then differ from batch to batch.
     """
 
     config_class = ClassifierConfig
@@ -131,11 +132,11 @@ class SequenceEncoder(FlowModel):
 
     def __init__(self, config: ClassifierConfig, head_dims: tuple[int, ...]) -> None:
         super().__init__(config)
-        extra = int(config.pooling == "cls")
-        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)  # starts as N(0, 1), as published
+        cls_tokens = int(config.pooling == "cls")
+        self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)  # initialised by N(0, 1), as published
         self.cls = nn.Parameter(torch.zeros(config.embed_dim)) if config.pooling == "cls" else None
         self.positions = (
-            LearnedPositions(config.max_length + extra, config.embed_dim)
+            LearnedPositions(config.max_length + cls_tokens, config.embed_dim)
             if config.positions == "learned"
             else SinusoidalPositions(config.embed_dim)
         )
@@ -152,7 +153,7 @@ class SequenceEncoder(FlowModel):
                 eps=1e-6,
                 attention=config.attention,
                 attention_options=options_with_dropout(config),
-                max_length=config.max_length + extra,
+                max_length=config.max_length + cls_tokens,
                 variant=config.variant,
             )
             for _ in range(config.num_layers)
@@ -163,19 +164,18 @@ class SequenceEncoder(FlowModel):
                 nn.init.normal_(linear.bias, std=1e-6)
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.embed_dim, eps=1e-6)
-        maps = [nn.Linear(width, next_width) for width, next_width in pairwise(head_dims)]
-        for linear in maps:
+        linears = [nn.Linear(width, next_width) for width, next_width in pairwise(head_dims)]
+        for linear in linears:
             _lecun_normal_(linear.weight)
             nn.init.zeros_(linear.bias)
-        self.head = nn.Sequential(*(module for linear in maps for module in (linear, nn.ReLU())))[:-1]
+        self.head = nn.Sequential(*(module for linear in linears for module in (linear, nn.ReLU())))[:-1]
 
     def encode(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The vector of each sequence, (B, W), before the head.
+        """Return one vector per sequence, (B, W), the input of the head.
 
         Args:
             tokens: (B, N) integers.
-            mask: (B, N) bool, True = takes part; None is all tokens but config.padding_id. Padding may be on either
-                side.
+            mask: (B, N) bool, True = takes part; None masks config.padding_id. Padding may be on either side.
         """
         _check(tokens, mask)
         config = self.config
@@ -184,7 +184,7 @@ class SequenceEncoder(FlowModel):
         elif mask is None and config.padding_id is not None:
             mask = tokens != config.padding_id
         if self.cls is not None:
-            # its place; which token stands there does not matter
+            # a placeholder: `_embed` replaces its embedding
             tokens = F.pad(tokens, (1, 0))
             mask = mask if mask is None else F.pad(mask, (1, 0), value=True)
         if mask is not None and (packing := self._packing(mask)) is not None:
@@ -198,16 +198,16 @@ class SequenceEncoder(FlowModel):
         may_pack = self.pack and is_flow(self.config.attention) and self.config.pooling != "mean"
         if not may_pack or is_observed(self.layers):
             return None
-        packing = Packing.of(mask)
-        # a sequence without tokens has none to pool
+        packing = Packing.from_mask(mask)
+        # a sequence without tokens has no first token to pool
         return None if packing is None or 0 in packing.lengths else packing
 
     def _encode_packed(self, tokens: Tensor, mask: Tensor, packing: Packing) -> Tensor:
-        """`encode` without the padding."""
+        """Encode packed sequences; same result as `encode` on the padded batch."""
         x = self._embed(packing.pack(tokens), packing.pack(token_positions(mask)))  # (1, T, W)
         for layer in self.layers:
             x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
-        # the first token of each sequence is what is pooled
+        # poolings "cls" and "first" read only the first token of each sequence
         return self.norm(x[0, packing.cu_seqlens[:-1]])
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -229,7 +229,7 @@ class SequenceEncoder(FlowModel):
 
 
 class FlowformerClassifier(SequenceEncoder):
-    """Classifies sequences of tokens: pre-norm encoder, pooling, one hidden layer.
+    """Classifies token sequences: pre-norm encoder, pooling, MLP head with one hidden layer.
 
     >>> model = FlowformerClassifier(ClassifierConfig(embed_dim=32, mlp_dim=64))
     >>> model(torch.randint(1, 257, (2, 100))).shape
@@ -242,11 +242,11 @@ class FlowformerClassifier(SequenceEncoder):
     def forward(
         self, tokens: Tensor, mask: Tensor | None = None, *, return_maps: bool = False
     ) -> Tensor | tuple[Tensor, list[FlowMaps]]:
-        """The scores of the classes, (B, num_classes), and if asked the maps of each layer.
+        """Return the logits (B, num_classes), and with `return_maps` also the flow maps of each layer.
 
         Args:
             tokens, mask: as for `encode`.
-            return_maps: with pooling "cls" the learned token is the first of the N + 1 in a map.
+            return_maps: with pooling "cls", a map has N + 1 tokens, the learned one first.
         """
         if return_maps:
             return self._with_maps(tokens, mask)
@@ -254,7 +254,7 @@ class FlowformerClassifier(SequenceEncoder):
 
 
 class FlowformerPairClassifier(SequenceEncoder):
-    """Classifies pairs of documents, each encoded on its own by the same encoder; two hidden layers see both vectors.
+    """Classifies pairs of documents: one encoder for both, then an MLP head with two hidden layers on both vectors.
 
     >>> model = FlowformerPairClassifier(ClassifierConfig(embed_dim=32, mlp_dim=64, pooling="first"))
     >>> model(torch.randint(1, 257, (2, 100)), torch.randint(1, 257, (2, 80))).shape
@@ -273,12 +273,12 @@ class FlowformerPairClassifier(SequenceEncoder):
         *,
         return_maps: bool = False,
     ) -> Tensor | tuple[Tensor, list[FlowMaps]]:
-        """The scores of the classes, (B, num_classes), and if asked the maps of each layer.
+        """Return the logits (B, num_classes), and with `return_maps` also the flow maps of each layer.
 
         Args:
             first, second: (B, N) and (B, M) integers, the documents.
             first_mask, second_mask: as the mask of `encode`.
-            return_maps: the maps of all layers for the first document, then those for the second.
+            return_maps: return the maps of all layers for the first document, then for the second.
         """
         if return_maps:
             return self._with_maps(first, second, first_mask, second_mask)
@@ -286,8 +286,8 @@ class FlowformerPairClassifier(SequenceEncoder):
 
 
 def _lecun_normal_(weight: Tensor) -> None:
-    """Variance 1/fan_in from a normal distribution cut at two of its deviations, as flax starts a dense layer."""
-    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # what the cut leaves of the deviation
+    """LeCun-normal initialisation as in flax: variance 1/fan_in, normal distribution truncated at two deviations."""
+    std = weight.shape[1] ** -0.5 / 0.87962566103423978  # deviation of a standard normal truncated at ±2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 

@@ -1,4 +1,4 @@
-"""How large a model is, and how many multiply-adds it takes: as papers count, and all of them."""
+"""Number of parameters and multiply-adds of a model, with and without the products between tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from .._utils import check_choice, optional_import
 from ..ops.torch import op  # noqa: F401, registers the operators
 
-# what linear maps and convolutions come down to; products between tokens have a batch of matrices on either side
+# the operators of linear layers and convolutions; products between tokens are batched (bmm) and count as attention
 _LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
-# the Transformers of the paper's vision table and their names in timm: the sizes printed for ViT are those at 384 × 384
+# the Transformers of the paper's vision table and their names in timm; the paper's numbers for ViT are at 384 × 384
 TIMM_MODELS = {
     "vit-b": "vit_base_patch16_384",
     "vit-l": "vit_large_patch16_384",
@@ -25,13 +25,13 @@ TIMM_MODELS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers of a model for one input.
+    """Parameters and multiply-adds of a model for one input.
 
     Args:
-        parameters: numbers in the parameters, tied ones counted once.
-        layers: multiply-adds of linear maps and convolutions. Counters that look at modules see these only, and so
-            do the paper's figures.
-        attention: multiply-adds of all other products, those between tokens.
+        parameters: number of parameters, tied ones counted once.
+        layers: multiply-adds of linear layers and convolutions. Counters based on module hooks count only these; the
+            paper's figures do too.
+        attention: multiply-adds of all other products, which are products between tokens.
     """
 
     parameters: int
@@ -51,31 +51,32 @@ class Counts:
 
 
 def count(model: nn.Module, *inputs: Tensor) -> Counts:
-    """Count the parameters and the multiply-adds of model(*inputs); nothing is computed, only shapes are followed.
+    """Count the parameters and the multiply-adds of model(*inputs). The model runs on the meta device, without data.
 
-    Activations, norms, softmax and other work element by element are not multiply-adds. A token of Flow-Attention takes
-    2·D of them for the flows and D·E for the product with the memory, per head, once as a source and once as a sink.
+    Elementwise operations, norms and softmax are not counted. Flow-Attention counts 2·D multiply-adds for the flows and
+    D·E for the product with the D × E matrix φ(K)ᵀ V, per token and head, once as a source and once as a sink.
 
     Args:
         model: any module.
-        inputs: tensors of the right shapes, whatever their values. For the cost of one input, pass a batch of one.
+        inputs: tensors of the right shapes; their values are not read. For the cost of one input, pass a batch of one.
 
     >>> from flowformer.nn import FlowAttention
     >>> count(FlowAttention(32, 4), torch.empty(1, 10, 32))
     Counts(parameters=4224, layers=40960, attention=6400)
     """
-    flow_operators = dict.fromkeys((torch.ops.flowformer.bidirectional, torch.ops.flowformer.causal), _flow_attention)
+    flow_operators = torch.ops.flowformer.bidirectional, torch.ops.flowformer.causal
+    flow_counts = dict.fromkeys(flow_operators, _flow_attention_flops)
     state = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flow_operators) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flow_counts) as counter:
         functional_call(model, state, tuple(x.to("meta") for x in inputs))
-    operations = counter.get_flop_counts()["Global"]  # two a multiply-add
+    operations = counter.get_flop_counts()["Global"]  # FLOPs, two per multiply-add
     layers = sum(operations.get(operator, 0) for operator in _LAYERS) // 2
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Counts(parameters, layers, counter.get_total_flops() // 2 - layers)
 
 
 def count_timm(name: str) -> Counts:
-    """The numbers of a Transformer of the paper's vision table: timm's model, for one image of its size.
+    """Count a Transformer of the paper's vision table: timm's model, for one image of its input size.
 
     Args:
         name: "vit-b", "vit-l" or "deit-s".
@@ -93,7 +94,7 @@ def count_timm(name: str) -> Counts:
 count_rival = count_timm  # the name of earlier versions
 
 
-def _flow_attention(query, key, value, *_, **__) -> int:
-    """Operations, two a multiply-add, of Flow-Attention between tensors of these shapes."""
+def _flow_attention_flops(query, key, value, *_, **__) -> int:
+    """FLOPs (two per multiply-add) of Flow-Attention for tensors of these shapes."""
     batch, heads, sinks, dim = query
     return 2 * batch * heads * (sinks + key[2]) * dim * (2 + value[3])

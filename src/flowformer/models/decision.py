@@ -1,10 +1,10 @@
-"""The Decision Flowformer: offline reinforcement learning as prediction of actions from returns, states and actions.
+"""Decision Flowformer: offline reinforcement learning as prediction of actions from past returns, states and actions.
 
-A step of a trajectory is three tokens: the return still to come (return-to-go), the state, and the action. The action
-is read where the state is, which sees all before it. Returns and states are expected as the model was trained on them:
-the paper divides returns by 1000 and standardises states.
+A step of a trajectory is three tokens: the sum of the remaining rewards (return-to-go), the state, and the action. The
+model predicts the action from the output at the state token, which sees this step's return and all earlier steps. Scale
+inputs as in training: the paper divides returns by 1000 and standardises states.
 
-Shapes: B trajectories, T steps, S numbers of a state, A of an action, W width (embed_dim).
+Shapes: B trajectories, T steps, S state dimension, A action dimension, W width (embed_dim).
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _DEFAULT = FlowVariant()
 
 @dataclass(frozen=True)
 class DecisionConfig:
-    """A Decision Flowformer; the defaults are the paper's.
+    """Config of `FlowformerDecision`; the defaults are the paper's.
 
     Args:
         state_dim, action_dim: S and A; with discrete_actions, A is the number of choices.
         num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
-        window: how many steps the paper trains on and looks back at; for rivals whose parameters depend on it.
-        max_timestep: how many steps an episode may have.
-        bounded_actions: whether actions lie in [-1, 1] and end in a tanh.
-        discrete_actions: whether an action is one of A choices, an integer from 0 to A - 1. The model then gives
-            logits, is trained by cross-entropy and takes the likeliest choice, whatever bounded_actions says.
-        predict_all: also predict the next state and return, with heads that the paper has but does not train.
+        window: number of steps in a training window, and in the paper's evaluation. The model itself reads it only for
+            rivals whose parameters depend on the length.
+        max_timestep: the longest episode, in steps.
+        bounded_actions: whether actions lie in [-1, 1]; the action head then ends in a tanh.
+        discrete_actions: whether an action is one of A choices, an integer from 0 to A - 1. The model then predicts
+            logits, the loss is cross-entropy, `act` takes the likeliest choice, and bounded_actions is ignored.
+        predict_all: also predict the next state and return; the paper has these heads but does not train them.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_dropout: on the weights of softmax attention; None is `dropout`. No other attention has it.
-        attention_options: of the rival, as `baselines.options` lists them.
-        variant: the reading of Flow-Attention.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_dropout: on the weights of softmax attention; None means `dropout`. Ignored for other attentions.
+        attention_options: options of the rival; `baselines.options` lists them.
+        variant: variant of Flow-Attention.
     """
 
     state_dim: int
@@ -76,18 +77,20 @@ PRESETS = {
 
 
 class Predictions(NamedTuple):
-    # (B, T, A), of each step from its return, its state and what was before; logits of the choices if discrete
+    """The predictions for each step of a trajectory."""
+
+    # (B, T, A), from the step's return and state and all earlier steps; logits if actions are discrete
     action: Tensor
-    state: Tensor | None  # (B, T, S), of the step after; None unless config.predict_all
-    return_to_go: Tensor | None  # (B, T), likewise
+    state: Tensor | None  # (B, T, S), state of the next step; None unless config.predict_all
+    return_to_go: Tensor | None  # (B, T), return-to-go of the next step; None unless config.predict_all
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrentRollout:
-    """What `act` carries from step to step: everything seen, in a state of constant size.
+    """The past of `act` as recurrent states: the whole episode at constant size.
 
-    `action`, (B, A) or (B,) choices, is the action of the step before, and `timestep` (B,) counts the steps taken. To
-    take another action than the model's, put it in with dataclasses.replace(rollout, action=…).
+    `action`, (B, A) or (B,) choices, is the action of the previous step, and `timestep` (B,) counts the steps taken. If
+    you execute another action than the model's, store it with dataclasses.replace(rollout, action=…).
     """
 
     flow_states: list[FlowState]
@@ -95,7 +98,7 @@ class RecurrentRollout:
     timestep: Tensor
 
     def reset(self, rows: Tensor) -> RecurrentRollout:
-        """Start over where `rows` (B,) bool is True, as after the end of an episode."""
+        """Clear the past of the episodes where `rows` (B,) bool is True, for use at the end of an episode."""
         return RecurrentRollout(
             [state.zero_rows(rows) for state in self.flow_states], self.action, self.timestep.masked_fill(rows, 0)
         )
@@ -103,10 +106,10 @@ class RecurrentRollout:
 
 @dataclass(frozen=True, eq=False)
 class WindowRollout:
-    """What `act` carries from step to step: the last steps, the latest at the end, as in the paper.
+    """The past of `act` as a window of the last T steps, the latest at the end, as in the paper.
 
-    `trajectory` holds returns, states and actions as `forward` takes them, `mask` (B, T) which of the steps were taken,
-    `action` and `timestep` are as in `RecurrentRollout`.
+    `trajectory` holds the arguments returns_to_go, states and actions of `forward`; `mask` (B, T) is True for the steps
+    taken; `action` and `timestep` are as in `RecurrentRollout`.
     """
 
     trajectory: tuple[Tensor, Tensor, Tensor]
@@ -115,13 +118,13 @@ class WindowRollout:
     timestep: Tensor
 
     def reset(self, rows: Tensor) -> WindowRollout:
-        """Start over where `rows` (B,) bool is True, as after the end of an episode."""
+        """Clear the past of the episodes where `rows` (B,) bool is True, for use at the end of an episode."""
         mask = self.mask & ~rows[:, None]
         return WindowRollout(self.trajectory, mask, self.action, self.timestep.masked_fill(rows, 0))
 
 
 class FlowformerDecision(FlowModel):
-    """Pre-norm decoder layers over the tokens of a trajectory.
+    """The Decision Flowformer: pre-norm decoder layers over the tokens of a trajectory.
 
     >>> model = FlowformerDecision(DecisionConfig(state_dim=4, action_dim=2, embed_dim=16, num_heads=2)).eval()
     >>> model(torch.zeros(3, 5), torch.randn(3, 5, 4), torch.randn(3, 5, 2)).action.shape
@@ -175,7 +178,7 @@ class FlowformerDecision(FlowModel):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The published initialisation: that of GPT-2 for the layers, PyTorch's for embeddings and heads."""
+        """Initialise the layers as GPT-2, as published; embeddings and heads keep PyTorch's initialisation."""
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
             for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
@@ -192,14 +195,14 @@ class FlowformerDecision(FlowModel):
         *,
         return_maps: bool = False,
     ):
-        """Predict the actions of trajectories, each from its return, its state and the steps before.
+        """Predict the action of each step of trajectories from its return, its state and the earlier steps.
 
         Args:
             returns_to_go: (B, T).
             states, actions: (B, T, S) and (B, T, A), or with discrete actions (B, T) integers.
-            timesteps: (B, T) integers, the step of the episode; None counts from 0 at the first step that is there.
-            mask: (B, T) bool, True = a step; padding on either side.
-            return_maps: also return the flows of each layer, for 3 T tokens.
+            timesteps: (B, T) integers, index of each step in its episode; None counts the unmasked steps from 0.
+            mask: (B, T) bool, True = a step; padding may be on either side.
+            return_maps: also return the flow maps of each layer, for 3 T tokens.
 
         Returns: Predictions, and with return_maps a list of FlowMaps.
         """
@@ -207,7 +210,7 @@ class FlowformerDecision(FlowModel):
             return self._with_maps(returns_to_go, states, actions, timesteps, mask)
         self._check(returns_to_go, states, actions, mask)
         if self.config.discrete_actions and mask is not None:
-            actions = actions.masked_fill(~mask, 0)  # padding need not be a choice
+            actions = actions.masked_fill(~mask, 0)  # padding may hold an invalid choice, which `_one_hot` rejects
         if timesteps is None:
             timesteps = token_positions(torch.ones_like(returns_to_go, dtype=torch.bool) if mask is None else mask)
         x = self._embed(returns_to_go, states, actions, timesteps.repeat_interleave(3, 1))
@@ -227,9 +230,9 @@ class FlowformerDecision(FlowModel):
         timesteps: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Mean squared error of the actions, or their cross-entropy if discrete, over the steps that are there.
+        """Return the mean squared error of the actions, or their cross-entropy if discrete, over the unmasked steps.
 
-        0 if there are none. Args: as `forward`.
+        The loss is 0 if all steps are masked. Args: as for `forward`.
         """
         predicted = self(returns_to_go, states, actions, timesteps, mask).action
         if self.config.discrete_actions:
@@ -243,16 +246,17 @@ class FlowformerDecision(FlowModel):
         return total / (mask.sum() * error.shape[-1]).clamp_min(1)
 
     def new_rollout(self, batch_size: int, *, window: int | None = None) -> RecurrentRollout | WindowRollout:
-        """What `act` begins with, for `batch_size` episodes.
+        """The initial rollout of `batch_size` episodes, for `act`.
 
         Args:
-            window: None carries a state: constant cost a step, and the whole episode is seen. A number keeps as many
-                steps and runs over them all, as the paper does with 20. Both give the same actions until the window is
-                full; from then on, a model trained on windows only has not learnt to use the longer past.
+            window: None uses recurrent states: constant cost per step, and the model sees the whole episode. A number
+                keeps that many steps and reruns the model over them, as the paper does with 20. Both give the same
+                actions until the window is full. After that, the recurrent states hold a longer past than a model
+                trained on windows has learnt to use.
         """
         weight = self.action_head.weight
         timestep = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-        # choices are integers, other actions A numbers each
+        # (B,) integers if actions are discrete, else (B, A)
         action = timestep if self.config.discrete_actions else weight.new_zeros(batch_size, self.config.action_dim)
         if window is None:
             if not is_flow(self.config.attention):
@@ -273,12 +277,12 @@ class FlowformerDecision(FlowModel):
 
     @torch.no_grad()
     def act(self, return_to_go: Tensor, state: Tensor, rollout: RecurrentRollout | WindowRollout):
-        """One action for each environment.
+        """Choose one action for each episode.
 
         Args:
-            return_to_go: (B,), what is still wanted: the target less the rewards so far.
+            return_to_go: (B,), the target return minus the rewards so far.
             state: (B, S).
-            rollout: of `new_rollout`, of the call before, or of its `reset`. It is not changed.
+            rollout: from `new_rollout`, from the previous call, or from the `reset` of either. It is not modified.
 
         Returns: the actions, (B, A) or (B,) choices, and the rollout for the next step. Dropout is on unless the model
         is in evaluation mode.
@@ -296,32 +300,32 @@ class FlowformerDecision(FlowModel):
         return self._act_window(*step, rollout)
 
     def _act_recurrent(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: RecurrentRollout):
-        now = rollout.timestep
-        times = torch.stack([now, now, (now - 1).clamp_min(0)], 1)
-        # of return, state and last action, the action comes first; an episode begins without one
+        timestep = rollout.timestep
+        times = torch.stack([timestep, timestep, (timestep - 1).clamp_min(0)], 1)
+        # roll moves the previous action before return and state; the first step has none, so its token is masked
         x = self._embed(return_to_go, state, last_action, times).roll(1, 1)
-        mask = F.pad((now > 0)[:, None], (0, 2), value=True)
+        mask = F.pad((timestep > 0)[:, None], (0, 2), value=True)
         x, flow_states = self._decode(x, mask, rollout.flow_states)
-        action = self._chosen(self._action(x[:, -1]))
-        return action, RecurrentRollout(flow_states, action, now + 1)
+        action = self._select_action(self._action(x[:, -1]))
+        return action, RecurrentRollout(flow_states, action, timestep + 1)
 
     def _act_window(self, return_to_go: Tensor, state: Tensor, last_action: Tensor, rollout: WindowRollout):
         returns, states, actions = rollout.trajectory
-        # the action of the latest step is not seen when that step is decided: its slot is filled now
-        done = torch.cat([actions[:, :-1], last_action], 1)
+        # the last slot held a zero while its action was being chosen; fill in the action that was taken
+        past_actions = torch.cat([actions[:, :-1], last_action], 1)
         trajectory = (
             torch.cat([returns[:, 1:], return_to_go], 1),
             torch.cat([states[:, 1:], state], 1),
-            torch.cat([done[:, 1:], torch.zeros_like(last_action)], 1),
+            torch.cat([past_actions[:, 1:], torch.zeros_like(last_action)], 1),
         )
         mask = F.pad(rollout.mask[:, 1:], (0, 1), value=True)
-        back = torch.arange(1 - mask.shape[1], 1, device=mask.device)
-        timesteps = (rollout.timestep[:, None] + back).clamp_min(0)
-        action = self._chosen(self(*trajectory, timesteps, mask).action[:, -1])
+        offsets = torch.arange(1 - mask.shape[1], 1, device=mask.device)
+        timesteps = (rollout.timestep[:, None] + offsets).clamp_min(0)
+        action = self._select_action(self(*trajectory, timesteps, mask).action[:, -1])
         return action, WindowRollout(trajectory, mask, action, rollout.timestep + 1)
 
     def _embed(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, times: Tensor) -> Tensor:
-        """The tokens (B, 3 T, W): return, state and action of each step, with the timestep (B, 3 T) of each token."""
+        """Embed return, state and action of each step as tokens (B, 3 T, W); `times` (B, 3 T) are their timesteps."""
         if self.config.discrete_actions:
             actions = self._one_hot(actions).to(states.dtype)
         tokens = [
@@ -334,7 +338,7 @@ class FlowformerDecision(FlowModel):
 
     def _one_hot(self, choices: Tensor) -> Tensor:
         count = self.config.action_dim
-        # on a GPU, one_hot itself fails; reading the values here would synchronise every step
+        # on a GPU this check would synchronise every step; there one_hot itself fails
         if choices.device.type == "cpu" and not torch.compiler.is_compiling() and choices.numel():
             low, high = int(choices.min()), int(choices.max())
             if low < 0 or high >= count:
@@ -342,7 +346,7 @@ class FlowformerDecision(FlowModel):
         return F.one_hot(choices.long(), count)
 
     def _decode(self, x: Tensor, mask: Tensor | None, flow_states: Sequence[FlowState] | None):
-        """What the heads read, (B, 3 T, W), and with states the new ones."""
+        """Run the layers; return the hidden states (B, 3 T, W) and, with states, the new states."""
         if flow_states is None:
             for layer in self.decoder.layers:
                 x = self._layer(layer, x, mask=mask)
@@ -354,20 +358,20 @@ class FlowformerDecision(FlowModel):
         action = self.action_head(x)
         return action.tanh() if self.config.bounded_actions and not self.config.discrete_actions else action
 
-    def _chosen(self, predicted: Tensor) -> Tensor:
-        """The action to take, from what `_action` predicts."""
+    def _select_action(self, predicted: Tensor) -> Tensor:
+        """Convert the prediction of `_action` to the action to take."""
         return predicted.argmax(-1) if self.config.discrete_actions else predicted
 
     def _check(self, returns_to_go: Tensor, states: Tensor, actions: Tensor, mask: Tensor | None) -> None:
         steps, config = tuple(returns_to_go.shape), self.config
         if config.discrete_actions:
             action_shape, action = steps, "(B, T) integers"
-            right_kind = not actions.is_floating_point() and actions.dtype != torch.bool
+            is_valid_dtype = not actions.is_floating_point() and actions.dtype != torch.bool
         else:
             action_shape, action = (*steps, config.action_dim), f"(B, T, {config.action_dim})"
-            right_kind = True
+            is_valid_dtype = True
         accepted = (*steps, config.state_dim), action_shape
-        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted or not right_kind:
+        if len(steps) != 2 or (tuple(states.shape), tuple(actions.shape)) != accepted or not is_valid_dtype:
             raise ValueError(
                 f"returns, states and actions must be (B, T), (B, T, {config.state_dim}) and {action}, got {steps}, "
                 f"{tuple(states.shape)} and {tuple(actions.shape)} {actions.dtype}."

@@ -1,6 +1,6 @@
-"""The decoder language model: trained in parallel, generating at the same cost per token whatever came before.
+"""Decoder language model: trains on all tokens in parallel, generates at constant cost per token.
 
-Shapes: B batch, N tokens, W width (embed_dim), V words of the vocabulary.
+Shapes: B batch, N tokens, W width (embed_dim), V vocabulary size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ..ops.context.exchange import Group
 
 _DEFAULT = FlowVariant()
-IGNORED = -100  # as a target: not scored
-LOGITS_AT_ONCE = 2**27  # a loss over the vocabulary of WikiText-103 would otherwise keep gigabytes
+IGNORED = -100  # target that does not count in the loss
+LOGITS_AT_ONCE = 2**27  # logits per piece of the loss; all logits over the vocabulary of WikiText-103 take gigabytes
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Positions = Literal["sinusoidal", "fairseq", "learned"]
@@ -48,22 +48,22 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model; the default is the paper's for WikiText-103.
+    """Config of `FlowformerLM`; the default is the paper's model for WikiText-103.
 
     Args:
         vocab_size: V.
         num_layers, embed_dim, num_heads, mlp_dim: depth, W, heads, inner width of the feed-forward networks.
-        activation: of the feed-forward networks; "gelu_tanh" is the approximation of GPT-2.
-        positions: "sinusoidal", or "fairseq", sinusoids in the order of the released command, which have no longest
+        activation: activation of the feed-forward networks; "gelu_tanh" is the approximation that GPT-2 uses.
+        positions: "sinusoidal" or "fairseq" (`FairseqPositions`, as in the released training command), which take any
             length; or "learned", a table of `max_length` positions.
         max_length: the longest sequence, for learned positions and for rivals whose parameters depend on it.
         scale_embedding: whether embeddings are multiplied by √W.
-        tie_embedding: whether the last map to the vocabulary is the embedding.
+        tie_embedding: whether the output layer shares the weight of the embedding.
         initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_options: of the rival, as `baselines.options` lists them.
-        variant: the reading of Flow-Attention.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_options: options of the rival; `baselines.options` lists them.
+        variant: variant of Flow-Attention.
     """
 
     vocab_size: int = 267744
@@ -110,7 +110,7 @@ PRESETS = {
 
 
 class FlowformerLM(FlowModel):
-    """Pre-norm decoder layers between an embedding and a map back to the vocabulary.
+    """Language model of pre-norm decoder layers.
 
     >>> model = FlowformerLM(LMConfig(vocab_size=11, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32)).eval()
     >>> prompts = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0]])
@@ -121,7 +121,7 @@ class FlowformerLM(FlowModel):
 
     config_class = LMConfig
     config: LMConfig
-    checkpoint_every = 1  # of the layers, with `gradient_checkpointing`
+    checkpoint_every = 1  # `gradient_checkpointing` applies to every nth layer
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__(config)
@@ -155,10 +155,10 @@ class FlowformerLM(FlowModel):
         self.reset_parameters()
 
     def cut_sequences(self, group: Group | None) -> None:
-        """From now on the tokens passed are this rank's part of sequences cut over the ranks of the group, in order.
+        """Split sequences over a process group: each rank passes its part, in the order of the ranks, in later calls.
 
         Args:
-            group: as for `flow_attention`; None is whole sequences again.
+            group: as for `flow_attention`; None means whole sequences again.
         """
         if group is not None and not is_flow(self.config.attention):
             raise NotImplementedError(
@@ -169,22 +169,22 @@ class FlowformerLM(FlowModel):
             layer.attention.group = group
 
     def reset_parameters(self) -> None:
-        """The published initialisation that the config names; norms, positions and parameters of rivals stay."""
-        gpt = self.config.initialisation == "gpt"
+        """Apply config.initialisation to the embedding and the linear layers, but not to a rival's own parameters."""
+        is_gpt = self.config.initialisation == "gpt"
         for table in (self.embedding, self.head):
             if table is not None:
-                nn.init.normal_(table.weight, std=0.02 if gpt else self.config.embed_dim**-0.5)
+                nn.init.normal_(table.weight, std=0.02 if is_gpt else self.config.embed_dim**-0.5)
         for layer in cast(list[FlowDecoderLayer], self.decoder.layers):
             attention, mlp = layer.attention, layer.mlp
             *projections, _ = attention.projections()
             for linear in [*attention.projections(), mlp.linear1, mlp.linear2]:
-                if gpt:
+                if is_gpt:
                     nn.init.normal_(linear.weight, std=0.02)
                     nn.init.zeros_(linear.bias)
                 else:
                     linear.reset_parameters()
-            if gpt:
-                # of the two maps into the residual stream, the release scales down this one only
+            if is_gpt:
+                # GPT-2 scales both projections into the residual stream; the release scales only this one
                 nn.init.normal_(mlp.linear2.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
             else:
                 for linear in projections:
@@ -193,7 +193,7 @@ class FlowformerLM(FlowModel):
                 nn.init.zeros_(attention.out_proj.bias)
 
     def new_states(self, batch_size: int) -> list[FlowState]:
-        """The states, one a layer, of `batch_size` sequences that have not begun."""
+        """The empty states of `batch_size` sequences, one per layer."""
         return self.decoder.new_states(batch_size)
 
     def forward(
@@ -204,13 +204,13 @@ class FlowformerLM(FlowModel):
         states: Sequence[FlowState] | None = None,
         return_maps: bool = False,
     ):
-        """Scores of every word as the next one.
+        """Return the logits of the next token at every position.
 
         Args:
-            tokens: (B, N) integers; with states, those that come after.
-            mask: (B, N) bool, True = a token; padding on either side.
-            states: one a layer, of `new_states` or of the call before.
-            return_maps: also return the flows of each layer.
+            tokens: (B, N) integers; with states, only the new tokens.
+            mask: (B, N) bool, True = a token; padding may be on either side.
+            states: one per layer, from `new_states` or from the previous call.
+            return_maps: also return the flow maps of each layer.
 
         Returns: logits (B, N, V); with states also the states after the last token; with return_maps also a list of
         FlowMaps.
@@ -231,18 +231,18 @@ class FlowformerLM(FlowModel):
         mask: Tensor | None = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Cross-entropy of the next tokens, in nats; the exponential of its mean is the perplexity.
+        """Return the cross-entropy of the next tokens, in nats; the exponential of its mean is the perplexity.
 
-        Large logits are computed in pieces, and recomputed in the backward pass.
+        More than LOGITS_AT_ONCE logits are computed in pieces, and recomputed in the backward pass.
 
         Args:
             tokens, mask: as for `forward`.
-            targets: (B, N), what each token should predict, IGNORED (-100) where nothing is scored; None is the token
-                after it. Padding scores nothing.
-            reduction: "mean" over the scored tokens, 0 if there are none, or "sum".
+            targets: (B, N), the target of each token, or IGNORED (-100); None means the next token. Padding has no
+                target.
+            reduction: "mean" over the tokens with a target, 0 if there are none; or "sum".
 
-        Where sequences are cut over ranks, the loss is that of all ranks, on each of them. Its gradient is what this
-        rank's tokens contribute: sum the gradients of the ranks. DDP averages them, so multiply by their number.
+        If sequences are split over ranks, every rank returns the loss over all ranks, but its gradient has only the
+        contribution of this rank's tokens: sum the gradients over the ranks. DDP averages them; multiply by world size.
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"unknown reduction {reduction!r}; accepted: mean, sum.")
@@ -285,21 +285,21 @@ class FlowformerLM(FlowModel):
         recompute: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue prompts, each token at the same cost. Dropout is on unless the model is in evaluation mode.
+        """Continue prompts, at constant cost per token. Dropout is on unless the model is in evaluation mode.
 
         Args:
             prompt: (B, N) integers.
             prompt_mask: (B, N) bool, True = a token, for prompts of unequal length, padded on either side.
-            max_new_tokens: how many to add.
-            temperature: divides the logits before a token is drawn; 0 takes the likeliest.
-            top_k: draw from the k likeliest only.
-            top_p: draw from the fewest of the likeliest that hold this much of the probability.
-            eos: the token after which a sequence is over, and with which it is filled.
-            prefill: how many tokens of the prompt run at once, to bound memory; None is all.
-            recompute: run the whole prefix again for each token: slow, and the only way for a rival without a state.
-            generator: of the random numbers.
+            max_new_tokens: number of tokens to generate.
+            temperature: divides the logits before sampling; 0 takes the likeliest token.
+            top_k: sample from the k likeliest tokens only.
+            top_p: nucleus sampling: sample from the smallest set of likeliest tokens with at least this probability.
+            eos: end-of-sequence token. A finished sequence is filled with it.
+            prefill: number of prompt tokens that run at once, to bound memory; None means all.
+            recompute: rerun the whole prefix for each token. Slow, but the only way for rivals, which have no state.
+            generator: random number generator for sampling.
 
-        Returns: (B, T) integers, the new tokens alone; T is max_new_tokens, or less if every sequence is over.
+        Returns: (B, T) integers, the new tokens alone; T is max_new_tokens, or less if every sequence has finished.
         """
         if not recompute and not is_flow(self.config.attention):
             raise NotImplementedError(
@@ -312,21 +312,21 @@ class FlowformerLM(FlowModel):
         _check_sampling(temperature, top_k, top_p)
         prompt, mask = pad_left(prompt, prompt_mask)
         if prompt.shape[1] == 0 or (mask is not None and not mask[:, -1].all()):
-            raise ValueError("every prompt needs at least one token, if only one that begins a text.")
+            raise ValueError("every prompt needs at least one token, such as a begin-of-text token.")
         states = None if recompute else self.new_states(len(prompt))
         size = prompt.shape[1] if recompute or prefill is None else prefill
         for start in range(0, prompt.shape[1], size):
             part = slice(start, start + size)
             x, states = self._hidden(prompt[:, part], None if mask is None else mask[:, part], states)
         new_tokens: list[Tensor] = []
-        over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+        finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
         while True:
             token = draw(self._logits(x[:, -1]), temperature, top_k, top_p, generator)
             if eos is not None:
-                token = token.masked_fill(over, eos)
-                over |= token == eos
+                token = token.masked_fill(finished, eos)
+                finished |= token == eos
             new_tokens.append(token)
-            if len(new_tokens) == max_new_tokens or (eos is not None and over.all()):
+            if len(new_tokens) == max_new_tokens or (eos is not None and finished.all()):
                 return torch.stack(new_tokens, 1)
             if states is None:
                 prompt = torch.cat([prompt, token[:, None]], 1)
@@ -344,15 +344,15 @@ class FlowformerLM(FlowModel):
         states: Sequence[FlowState] | None = None,
         inputs: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[FlowState] | None]:
-        """All that comes between the embedding and the head.
+        """Run everything between the embedding and the head: embedding scale, positions, dropout, layers, last norm.
 
         Args:
             x: (B, N, W), embedded tokens.
             mask, states: as for `forward`.
-            positions: (B, N); None counts the tokens of each sequence, after those that the states have seen.
-            inputs: gets the input of each layer appended, (B, N, W).
+            positions: (B, N); None counts the tokens of each sequence, including those already in the states.
+            inputs: list to which the input of each layer, (B, N, W), is appended.
 
-        Returns: what the head reads, (B, N, W), and with states the states after the last token.
+        Returns: the hidden states that the head reads, (B, N, W); and the states after the last token, or None.
         """
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.embed_dim)
@@ -373,7 +373,7 @@ class FlowformerLM(FlowModel):
         return self.norm(x), None if states is None else new_states
 
     def _hidden(self, tokens: Tensor, mask: Tensor | None, states: Sequence[FlowState] | None):
-        """What the head reads, (B, N, W), and with states the new ones."""
+        """Embed the tokens and run the layers; return the hidden states (B, N, W) and the new states, or None."""
         _check_tokens(tokens, mask)
         return self.run_layers(self.embedding(tokens), mask, states=states)
 
@@ -387,9 +387,9 @@ class FlowformerLM(FlowModel):
 
 
 def next_tokens(tokens: Tensor, mask: Tensor | None = None, group: Group | None = None) -> Tensor:
-    """The token after each token, IGNORED where there is none: at the end, and where either is padding.
+    """Return the token after each token; IGNORED at the end of a sequence and where either of the two is padding.
 
-    With a group, the token after the last is the first of the next rank that has tokens.
+    With a group, the last token of a rank is followed by the first token of the next rank that has tokens.
 
     >>> next_tokens(torch.tensor([[7, 8, 9]])).tolist()
     [[8, 9, -100]]
@@ -409,7 +409,7 @@ def next_tokens(tokens: Tensor, mask: Tensor | None = None, group: Group | None 
 
 
 def pad_left(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The same sequences with all their padding before them, so that each ends in the last column.
+    """Move the padding of each sequence to its left, so that all sequences end in the last column.
 
     >>> pad_left(torch.tensor([[7, 8, 0]]), torch.tensor([[True, True, False]]))
     (tensor([[0, 7, 8]]), tensor([[False,  True,  True]]))
@@ -428,19 +428,19 @@ def draw(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One token a row, (B,), from logits (B, V): the likeliest if the temperature is 0, else at random."""
+    """Choose a token (B,) from each row of logits (B, V): the likeliest if the temperature is 0, else by sampling."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probabilities.sort(-1, descending=True)
-        # a token stays if those likelier do not hold top_p yet; so the likeliest always does
-        likelier = ordered.cumsum(-1) - ordered
-        probabilities = probabilities.scatter(-1, order, ordered.masked_fill(likelier >= top_p, 0))
+        # keep a token if the likelier ones sum to less than top_p; the likeliest is always kept
+        mass_before = ordered.cumsum(-1) - ordered
+        probabilities = probabilities.scatter(-1, order, ordered.masked_fill(mass_before >= top_p, 0))
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 

@@ -1,7 +1,7 @@
-"""The authors' checkpoints, read into our models by the names of their weights.
+"""Loads the authors' checkpoints into our models, by renaming their weights.
 
-Sizes are read off the weights; what weights do not tell, such as the number of heads, is an argument with the published
-default. Every model gets the variant of the release it comes from, so it computes what the authors' code computes.
+Sizes come from the shapes of the weights. The number of heads, which no shape shows, is an argument with the published
+value as default. Every model gets the variant of its release, so it computes the same function as the authors' code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .vision import FlowformerVision, VisionConfig
 Weights = Mapping[str, Tensor]
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# what the releases call the four projections of an attention
+# names of the four projections of an attention, in the releases and here
 _PROJECTIONS = {
     rf"{theirs}_projection\.": f"{ours}_proj."
     for theirs, ours in {"query": "q", "key": "k", "value": "v", "out": "out"}.items()
@@ -33,27 +33,32 @@ _PROJECTIONS = {
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file; pickled code is refused, never run.
+    """Read the state dict in a .safetensors, .pt or .pth file. Files with pickled code are refused (weights_only).
 
-    Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". The prefix that
-    data-parallel training adds to each name is taken off, and so are the counters that a profiler left in the vision
-    release. fairseq's checkpoints also hold the arguments of its command, which are read as plain values.
+    Accepts a plain state dict, or a checkpoint that holds one under "state_dict" or "model". Removes the prefix
+    "module." of data-parallel training, and the entries total_ops and total_params that a profiler left in the vision
+    release. Also accepts the argparse.Namespace of command-line arguments in fairseq's checkpoints.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        content: dict = optional_import("safetensors.torch", "hf").load_file(path)
+        content: Any = optional_import("safetensors.torch", "hf").load_file(path)
     else:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
-        content = content.get(key, content)
+        content = content.get(key, content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, not a state dict; accepted: a state dict, or a checkpoint that "
+            'holds one under "state_dict" or "model".'
+        )
     weights = {name.removeprefix("module."): value for name, value in content.items()}
     return {name: value for name, value in weights.items() if not name.endswith(("total_ops", "total_params"))}
 
 
 def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
-    """The classifier of the time-series release."""
-    source = _Source("time-series", weights)
+    """Load the classifier of the time-series release."""
+    source = _ReleaseWeights("time-series", weights)
     embed_dim, num_features = source["project_inp.weight"].shape
     max_length = source["pos_enc.pe"].shape[0]
     config = TimeSeriesConfig(
@@ -63,7 +68,7 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         embed_dim=embed_dim,
         num_heads=num_heads,
         **source.depth_and_mlp("encoder.attn_layers", "conv1"),
-        # the release lets attention see the padding
+        # the release does not mask padding in the attention
         mask_padding=False,
         variant=FlowVariant.named("timeseries"),
     )
@@ -79,8 +84,8 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
         **_PROJECTIONS,
     }
 
-    # the release writes the maps of its feed-forward networks as convolutions of width one, and has an axis too many
-    # in its table of positions
+    # the release has convolutions of width 1 instead of linear layers in its feed-forward networks, and positions of
+    # shape (max_length, 1, W)
     def squeeze(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
         axis = {"positions.weight": 1}.get(name, -1)
         return [(name, x.squeeze(axis) if x.dim() == 3 else x)]
@@ -89,8 +94,8 @@ def timeseries(weights: Weights, *, num_heads: int = 8) -> FlowformerTimeSeries:
 
 
 def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
-    """The hierarchical classifier of the vision release."""
-    source = _Source("vision", weights)
+    """Load the hierarchical classifier of the vision release."""
+    source = _ReleaseWeights("vision", weights)
     stages = source.count(r"patch_embed\.(\d+)\.")
     patches = [source[f"patch_embed.{i}.proj.weight"] for i in range(stages)]
     side = round(source["pos_embed"].shape[1] ** 0.5)
@@ -126,8 +131,8 @@ def vision(weights: Weights, *, num_heads: int = 12) -> FlowformerVision:
 
 
 def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
-    """The language model of the GPT module."""
-    source = _Source("GPT", weights)
+    """Load the language model of the authors' GPT module."""
+    source = _ReleaseWeights("GPT", weights)
     vocab_size, embed_dim = source["transformer.wte.weight"].shape
     config = LMConfig(
         vocab_size,
@@ -159,19 +164,19 @@ def gpt(weights: Weights, *, num_heads: int = 12) -> FlowformerLM:
 
 
 def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
-    """The language model of the WikiText-103 release, which fairseq trains and saves.
+    """Load the language model of the WikiText-103 release, a fairseq checkpoint.
 
-    Its words have the numbers of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, the others are in the
+    Token ids are those of fairseq's dictionary: 0 to 3 are <s>, <pad>, </s> and <unk>, followed by the words in the
     order of its dict.txt.
     """
-    source = _Source("language", weights)
+    source = _ReleaseWeights("language", weights)
     embedding = source["decoder.embed_tokens.weight"]
-    # tied weights are saved twice
+    # fairseq saves tied weights twice
     head = weights.get("decoder.output_projection.weight", embedding)
     tied = torch.equal(head, embedding)
     unused = ["decoder.version", "decoder.embed_positions._float_tensor"]
     unused += ["decoder.output_projection.weight"] if tied else []
-    source = _Source("language", {name: value for name, value in weights.items() if name not in unused})
+    source = _ReleaseWeights("language", {name: value for name, value in weights.items() if name not in unused})
     config = LMConfig(
         embedding.shape[0],
         embed_dim=embedding.shape[1],
@@ -194,8 +199,8 @@ def language(weights: Weights, *, num_heads: int = 8) -> FlowformerLM:
 
 
 def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
-    """The causal attention of the reinforcement-learning release."""
-    source = _Source("reinforcement-learning", weights)
+    """Load the causal attention of the reinforcement-learning release."""
+    source = _ReleaseWeights("reinforcement-learning", weights)
     inner_dim, embed_dim = source["query_projection.weight"].shape
     attention = FlowAttention(
         embed_dim, num_heads, head_dim=inner_dim // num_heads, is_causal=True, variant=FlowVariant.named("rl")
@@ -203,8 +208,8 @@ def rl_attention(weights: Weights, *, num_heads: int = 4) -> FlowAttention:
     return source.load(attention, _PROJECTIONS)
 
 
-class _Source:
-    """The weights of one release, and what to say if they are not those."""
+class _ReleaseWeights:
+    """The weights of a checkpoint, with errors that name the release it should come from."""
 
     def __init__(self, release: str, weights: Weights) -> None:
         self.release, self.weights = release, weights
@@ -218,15 +223,15 @@ class _Source:
         return self.weights[name]
 
     def count(self, pattern: str) -> int:
-        """How many distinct numbers the group of the pattern matches."""
+        """The number of distinct values that the first group of the pattern matches in the names of the weights."""
         return len({match[1] for name in self.weights if (match := re.match(pattern, name))})
 
     def depth_and_mlp(self, layers: str, linear: str) -> dict[str, Any]:
-        """How many layers there are, and the inner width of their feed-forward networks.
+        """Return num_layers and mlp_dim, the number of layers and the inner width of their feed-forward networks.
 
         Args:
-            layers: the name of the list of layers.
-            linear: the first map of the feed-forward network, inside a layer.
+            layers: name of the list of layers.
+            linear: name, within a layer, of the first linear map of the feed-forward network.
         """
         depth = self.count(rf"{re.escape(layers)}\.(\d+)\.")
         return {"num_layers": depth, "mlp_dim": self[f"{layers}.0.{linear}.weight"].shape[0]}
@@ -237,25 +242,32 @@ class _Source:
         names: Mapping[str, str],
         split: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]] = lambda name, x: [(name, x)],
     ) -> _Model:
-        """The model with these weights, in their dtype, in evaluation mode; one too many or too few is an error."""
+        """Load the weights into the model, in their dtype, and return it in evaluation mode.
+
+        Missing, superfluous and misshapen weights are errors.
+
+        Args:
+            names: pattern -> replacement; applied to each name in order, at its start or after a dot.
+            split: converts a renamed weight to one or several (name, weight) of the model.
+        """
         ours: dict[str, Tensor] = {}
-        came_from: dict[str, str] = {}
+        origin: dict[str, str] = {}
         for theirs, value in self.weights.items():
             name = theirs
             for pattern, replacement in names.items():
                 name = re.sub(rf"(?:^|(?<=\.)){pattern}", replacement, name)
             for part, x in split(name, value):
-                ours[part], came_from[part] = x, theirs
+                ours[part], origin[part] = x, theirs
         expected = model.state_dict()
         for name, x in ours.items():
             if name not in expected:
                 raise ValueError(
-                    f"{came_from[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
+                    f"{origin[name]!r} has no place in our {type(model).__name__}{suggestion(name, expected)}: this "
                     f"is no checkpoint of the {self.release} release, or one of another version of it."
                 )
             if x.shape != expected[name].shape:
                 raise ValueError(
-                    f"{came_from[name]!r} is {tuple(x.shape)}, but {name!r} of our {type(model).__name__} is "
+                    f"{origin[name]!r} is {tuple(x.shape)}, but {name!r} of our {type(model).__name__} is "
                     f"{tuple(expected[name].shape)}. The number of heads is an argument."
                 )
         missing = sorted(expected.keys() - ours.keys())

@@ -1,4 +1,4 @@
-"""Classifier of multivariate time series, as published for the UEA archive; with one output it is a regressor.
+"""Classifier or regressor of multivariate time series, as published for the UEA archive.
 
 Shapes: B batch, N steps, C channels (num_features), W width (embed_dim).
 """
@@ -26,21 +26,23 @@ Positions = Literal["learned", "sinusoidal"]
 
 @dataclass(frozen=True)
 class TimeSeriesConfig:
-    """What a classifier of time series is built from; the defaults are the paper's.
+    """Config of `FlowformerTimeSeries`; the defaults are the paper's.
 
     Args:
         num_features: channels of a series.
-        num_classes: classes, or how many numbers to regress.
+        num_classes: number of classes, or of regression targets.
         max_length: the longest series, for learned positions, the "flatten" head, and rivals whose parameters depend
             on it.
-        embed_dim, num_layers, num_heads, mlp_dim, dropout: of the encoder.
-        head: "flatten" maps all steps at once, each with weights of its own; "mean" maps their mean.
-        positions: "learned" or "sinusoidal". With the "mean" head and sinusoids there is no longest length.
-        mask_padding: padded steps take part in nothing. False is the authors' code, where attention sees them and only
-            the head does not.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_options: of the rival, as `baselines.options` lists them.
-        variant: of Flow-Attention.
+        embed_dim, num_layers, num_heads, mlp_dim: width, depth, heads, inner width of the feed-forward networks.
+        dropout: on the embeddings, inside the feed-forward networks, on the results of both branches of a layer, and
+            before the head.
+        head: "flatten" is a linear map of all steps concatenated; "mean" is a linear map of their mean.
+        positions: "learned" or "sinusoidal". With head="mean" and sinusoidal positions, series may have any length.
+        mask_padding: whether padded steps are masked everywhere. False is the authors' code, where only the head masks
+            them and attention does not.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_options: options of the rival; `baselines.options` lists them.
+        variant: variant of Flow-Attention.
     """
 
     num_features: int
@@ -83,10 +85,10 @@ PRESETS = {
 
 
 class FlowformerTimeSeries(FlowModel):
-    """Classifies time series, or regresses numbers from them: post-norm encoder and a linear head.
+    """Classifies time series or predicts numbers from them, with a post-norm encoder and a linear head.
 
     Attributes:
-        pack: whether a CPU computes batches with much padding without it, which saves time and memory.
+        pack: whether batches with much padding are packed on a CPU, which saves time and memory.
 
     >>> model = FlowformerTimeSeries(TimeSeriesConfig(3, 5, max_length=50, embed_dim=32, mlp_dim=64))
     >>> mask = torch.arange(40) < torch.tensor([[40], [25]])  # a series of 40 steps and one of 25
@@ -120,7 +122,7 @@ class FlowformerTimeSeries(FlowModel):
             )
             for _ in range(config.num_layers)
         )
-        # published with torch's own start everywhere, attention included
+        # the published model uses torch's default initialisation everywhere, also in the attention
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
@@ -131,22 +133,22 @@ class FlowformerTimeSeries(FlowModel):
     def forward(
         self, series: Tensor, mask: Tensor | None = None, *, return_maps: bool = False
     ) -> Tensor | tuple[Tensor, list[FlowMaps]]:
-        """The scores of the classes or the numbers, (B, num_classes), and if asked the maps of each layer.
+        """Return logits or predicted numbers (B, num_classes), and with `return_maps` also the flow maps of each layer.
 
         Args:
-            series: (B, N, C), any N up to max_length.
-            mask: (B, N) bool, True = takes part; None is all steps. A step keeps its place in time: pad at the end, and
-                mask a gap where it is. Padding may hold anything, NaN too, unless the authors' switch is on.
+            series: (B, N, C), with N up to max_length unless the config allows any length.
+            mask: (B, N) bool, True = takes part; None means all steps. Masked steps count as positions: pad at the end,
+                and mask a gap where it occurs. Masked steps may hold any values, also NaN, unless mask_padding=False.
         """
         if return_maps:
             return self._with_maps(series, mask)
         self._check(series, mask)
-        seen = mask if self.config.mask_padding else None
-        if seen is not None:
-            series = series.masked_fill(~seen[..., None], 0)
-        packing = None if seen is None else self._packing(seen)
+        attention_mask = mask if self.config.mask_padding else None
+        if attention_mask is not None:
+            series = series.masked_fill(~attention_mask[..., None], 0)
+        packing = None if attention_mask is None else self._packing(attention_mask)
         if packing is None:
-            x = self._encode(series, None, mask=seen)
+            x = self._encode(series, None, mask=attention_mask)
         else:
             steps = torch.arange(series.shape[1]).expand(series.shape[:2])
             bounds = {"cu_seqlens": packing.cu_seqlens, "max_seqlen": packing.max_seqlen}
@@ -158,14 +160,14 @@ class FlowformerTimeSeries(FlowModel):
         return self.head(x.mean(1) if mask is None else x.sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
 
     def _packing(self, mask: Tensor) -> Packing | None:
-        # a GPU is faster than the host that would read the lengths
+        # not on a GPU: waiting for the lengths there costs more than packing saves
         may_pack = self.pack and mask.device.type == "cpu"
         if not may_pack or is_observed(self.layers):
             return None
-        return Packing.of(mask)
+        return Packing.from_mask(mask)
 
     def _encode(self, series: Tensor, steps: Tensor | None, **options: Any) -> Tensor:
-        """The vector of each step, (B, N, W), of a padded or packed batch; `options` are those of the layers."""
+        """Encode each step of a padded or packed batch, (B, N, W); `options` are passed to the layers."""
         x = self.embedding(series) * self.config.embed_dim**0.5  # (B, N, W)
         x = self.dropout(self.positions(x, steps))
         for layer in self.layers:

@@ -18,12 +18,12 @@ from ..ops import FlowMaps, FlowVariant
 from .base import FlowModel
 
 _DEFAULT = FlowVariant()
-EPS = 1e-6  # of every layer norm
-STD = 0.02  # of every weight at the start, but for the convolutions and the scales of a branch
+EPS = 1e-6  # epsilon of the layer norms
+STD = 0.02  # initial standard deviation of linear layers, positions and class token
 
 
 class _ImageConfig:
-    """What the configs of both models share."""
+    """Base class of the configs: checks of the image size, and the grid of patches."""
 
     image_size: int | tuple[int, int]
     patch_size: int
@@ -40,7 +40,7 @@ class _ImageConfig:
 
     @property
     def stride(self) -> int:
-        """Pixels along the side of a token of the last layer: what the sides of an image must be divisible by."""
+        """Side in pixels of a token of the last layer. The sides of an image must be multiples of it."""
         return self.patch_size
 
     @property
@@ -56,20 +56,21 @@ class _ImageConfig:
 
 @dataclass(frozen=True)
 class VisionConfig(_ImageConfig):
-    """The four-stage model; the defaults are those of its released training script.
+    """Config of `FlowformerVision`; the defaults are those of the released training script.
 
     Args:
-        image_size: side of the images the positions are learned for, or their rows and columns; others get theirs by
-            interpolation.
-        patch_size: side of a patch, the token of the first stage. Each further stage halves the grid.
+        image_size: side, or height and width, of the images that the positions are learned for. For other sizes the
+            positions are interpolated.
+        patch_size: side of a patch, which is a token of the first stage. Each further stage halves the grid.
         channels, depths: width and number of layers of each stage.
-        num_heads: in every stage. The released code has 12, the paper's table 16.
-        mlp_ratio: inner width of the feed-forward networks over the width of the tokens.
-        layer_scale: what the learned scales of the feed-forward branches start from.
+        num_heads: heads of every stage. The released code has 12, the paper's table 16.
+        mlp_ratio: inner width of the feed-forward networks / width of the tokens.
+        layer_scale: initial value of the learned scales of the feed-forward branches.
         dropout: on the result of each branch and inside the feed-forward networks.
-        drop_path: how often the last layer drops a branch in training; it rises from 0, layer by layer.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_options: of the rival, as `baselines.options` lists them.
+        drop_path: stochastic depth: probability of dropping a branch of the last layer; rises linearly from 0 at the
+            first layer.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_options: options of the rival; `baselines.options` lists them.
     """
 
     image_size: int | tuple[int, int] = 224
@@ -100,15 +101,15 @@ class VisionConfig(_ImageConfig):
 
     @property
     def width(self) -> int:
-        """W of the features."""
+        """Width of the features that the head classifies."""
         return self.channels[-1]
 
 
 @dataclass(frozen=True)
 class DeiTConfig(_ImageConfig):
-    """DeiT with a class token and without distillation; the defaults are DeiT-S.
+    """Config of `FlowformerDeiT`, without distillation; the defaults are DeiT-S.
 
-    Args: as for `VisionConfig`, with one width `embed_dim` and `depth` layers, whose branches are not scaled.
+    Args: as for `VisionConfig`, but with one width `embed_dim`, `depth` layers and no layer_scale.
     """
 
     image_size: int | tuple[int, int] = 224
@@ -127,14 +128,14 @@ class DeiTConfig(_ImageConfig):
 
     @property
     def width(self) -> int:
-        """W of the features."""
+        """Width of the features that the head classifies."""
         return self.embed_dim
 
 
 PRESETS = {
     "imagenet": VisionConfig(),
     "imagenet-16-heads": VisionConfig(num_heads=16),
-    # 32 × 32 images: grids of 16, 8, 4 and 2 cells a side, and heads of at least 16 channels
+    # 32 × 32 images: grids of 16, 8, 4 and 2 cells per side; heads have at least 16 channels
     "cifar": VisionConfig(
         image_size=32,
         patch_size=2,
@@ -149,14 +150,14 @@ DEIT_PRESETS = {
     "deit-ti": DeiTConfig(embed_dim=192, num_heads=3),
     "deit-s": DeiTConfig(),
     "deit-b": DeiTConfig(embed_dim=768, num_heads=12),
-    # the Transformers of the paper's table, as trained from scratch; they were evaluated at 384 × 384
+    # the Transformers of the paper's table, for training from scratch; the published ones were evaluated at 384 × 384
     "vit-b": DeiTConfig(embed_dim=768, num_heads=12, dropout=0.1, drop_path=0.0, attention="softmax"),
     "vit-l": DeiTConfig(embed_dim=1024, depth=24, num_heads=16, dropout=0.1, drop_path=0.0, attention="softmax"),
 }
 
 
 class DropPath(nn.Module):
-    """Drops a branch for some of the images of a batch in training, and scales it up for the others: the mean stays.
+    """Stochastic depth: drops a branch for random images of a training batch, and scales the others to keep the mean.
 
     >>> DropPath(0.1).eval()(torch.ones(1, 2, 3)).sum()
     tensor(6.)
@@ -177,12 +178,12 @@ class DropPath(nn.Module):
 
 
 class GridPositions(nn.Module):
-    """Adds a learned vector to each cell of a grid; another grid gets the table by bicubic interpolation.
+    """Adds a learned position vector to each cell of a grid; for other grids, by bicubic interpolation.
 
     Args:
         grid: rows and columns.
         dim: W.
-        leading: how many tokens stand before the cells, each with a vector of its own.
+        leading: number of tokens before the cells, such as a class token; each has its own vector.
 
     >>> GridPositions((4, 4), 8)(torch.zeros(1, 12, 8), (2, 6)).shape
     torch.Size([1, 12, 8])
@@ -196,16 +197,16 @@ class GridPositions(nn.Module):
         nn.init.trunc_normal_(self.weight, std=STD)
 
     def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """The tokens x (B, N, W) with their positions added; the cells come from `grid`, rows and columns."""
+        """Return the tokens x (B, N, W) plus their position vectors; `grid` is (rows, columns) of the cells in x."""
         return x + self.interpolated(self.weight, self.grid, grid)
 
     def resize(self, grid: tuple[int, int]) -> None:
-        """Change the grid: the table is interpolated to it once, and learned from there."""
+        """Change the grid: interpolate the table once, and make the result the new parameter."""
         table = self.interpolated(self.weight.detach(), self.grid, grid)
         self.grid, self.weight = grid, nn.Parameter(table.clone(), requires_grad=self.weight.requires_grad)
 
     def interpolated(self, table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-        """The table of one grid, (leading + cells, W), as that of another."""
+        """Interpolate the table (leading + cells, W) from the grid `old` to the grid `new`."""
         if old == new:
             return table
         leading, cells = table.split([self.leading, old[0] * old[1]])
@@ -219,7 +220,7 @@ class GridPositions(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """A pre-norm transformer layer with drop path, and with a learned scale of the feed-forward branch if one is given.
+    """A pre-norm transformer layer with drop path and, with `layer_scale`, a learned scale of the feed-forward branch.
 
     >>> VisionLayer(32, 4, layer_scale=1e-5)(torch.randn(2, 49, 32)).shape
     torch.Size([2, 49, 32])
@@ -257,14 +258,14 @@ class VisionLayer(nn.Module):
         _initialise(*self.attention.projections(), self.mlp.linear1, self.mlp.linear2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tokens x (B, N, W) after the layer."""
+        """Return the tokens x (B, N, W) after the layer."""
         x = x + self.drop_path(self.attention(self.attention_norm(x)))
         branch = self.mlp(self.mlp_norm(x))
         return x + self.drop_path(branch if self.layer_scale is None else self.layer_scale * branch)
 
 
 class ImageClassifier(FlowModel):
-    """What the classifiers share: the images become features, which a linear map classifies."""
+    """Base class of the image classifiers: features of images, and a linear head."""
 
     def __init__(self, config: VisionConfig | DeiTConfig) -> None:
         super().__init__(config)
@@ -275,24 +276,24 @@ class ImageClassifier(FlowModel):
     def intermediates(
         self, images: Tensor, taken: Collection[int] = (), last: int | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
-        """The tokens before the last norm, and those after some of the stages; a DeiT has a stage for each layer.
+        """Return the tokens before the last norm, and the tokens after selected stages (in a DeiT: layers).
 
         Args:
             images: as for `forward`.
-            taken: the numbers of the stages to return, counted from 0.
-            last: the stage to stop after; None runs all.
+            taken: indices of the stages to return.
+            last: index of the stage to stop after; None runs all.
 
-        Returns: the tokens (B, N, W), with the class token where there is one; and, for each stage taken, its tokens
-        and the rows and columns of their grid.
+        Returns: the tokens (B, N, W), the class token of a DeiT first; and, for each selected stage, its tokens and
+        the rows and columns of their grid.
         """
         raise NotImplementedError
 
     def features(self, images: Tensor) -> Tensor:
-        """What the head classifies, (B, W)."""
+        """Return the vectors that the head classifies, (B, W)."""
         raise NotImplementedError
 
     def forward(self, images: Tensor, *, return_maps: bool = False) -> Tensor | tuple[Tensor, list[FlowMaps]]:
-        """The logits (B, num_classes), and with `return_maps` also the flow maps of each layer.
+        """Return the logits (B, num_classes), and with `return_maps` also the flow maps of each layer.
 
         Args:
             images: (B, in_channels, Y, X), normalised as in training; both sides divisible by `config.stride`.
@@ -311,7 +312,7 @@ class ImageClassifier(FlowModel):
 
 
 class FlowformerVision(ImageClassifier):
-    """The paper's hierarchical classifier: layers on ever coarser grids of tokens, whose mean is classified.
+    """The paper's hierarchical classifier: stages on successively coarser grids; the head classifies the mean token.
 
     >>> model = FlowformerVision(PRESETS["cifar"])
     >>> logits, maps = model(torch.randn(2, 3, 32, 32), return_maps=True)
@@ -324,13 +325,13 @@ class FlowformerVision(ImageClassifier):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
         rows, columns = config.grid
-        drop_paths = iter(_rising(config.drop_path, sum(config.depths)))
+        drop_paths = iter(_drop_path_rates(config.drop_path, sum(config.depths)))
         self.positions = GridPositions(config.grid, config.channels[0])
         self.patch_embed = nn.ModuleList()
         self.stages = nn.ModuleList()
-        before, patch = config.in_channels, config.patch_size
+        in_width, patch = config.in_channels, config.patch_size
         for width, depth in zip(config.channels, config.depths, strict=True):
-            self.patch_embed.append(nn.Conv2d(before, width, patch, stride=patch))
+            self.patch_embed.append(nn.Conv2d(in_width, width, patch, stride=patch))
             layers = [
                 VisionLayer(
                     width,
@@ -347,13 +348,13 @@ class FlowformerVision(ImageClassifier):
                 for _ in range(depth)
             ]
             self.stages.append(nn.ModuleList(layers))
-            before, patch, rows, columns = width, 2, rows // 2, columns // 2
+            in_width, patch, rows, columns = width, 2, rows // 2, columns // 2
 
     def intermediates(
         self, images: Tensor, taken: Collection[int] = (), last: int | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, tuple[int, int]]]]:
         self._check(images)
-        x, kept = images, []
+        x, outputs = images, []
         for i, (patch_embed, layers) in enumerate(zip(self.patch_embed, self.stages, strict=True)):
             x = patch_embed(x)
             grid = x.shape[2], x.shape[3]
@@ -362,19 +363,19 @@ class FlowformerVision(ImageClassifier):
             for layer in layers.children():
                 x = self._layer(layer, x)
             if i in taken:
-                kept.append((x, grid))
+                outputs.append((x, grid))
             if i in (last, len(self.stages) - 1):
                 break
             x = x.transpose(1, 2).unflatten(2, grid)  # (B, W, rows, columns)
-        return x, kept
+        return x, outputs
 
     def features(self, images: Tensor) -> Tensor:
-        """The mean of the tokens of the last stage, (B, W)."""
+        """Return the mean token of the last stage, (B, W)."""
         return self.norm(self.intermediates(images)[0]).mean(1)
 
 
 class FlowformerDeiT(ImageClassifier):
-    """DeiT with Flow-Attention: one grid of patches, and a class token that is classified in the end.
+    """DeiT with Flow-Attention: one grid of patches, and a class token that the head classifies.
 
     >>> model = FlowformerDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3))
     >>> model(torch.randn(2, 3, 32, 48)).shape
@@ -403,7 +404,7 @@ class FlowformerDeiT(ImageClassifier):
                 variant=config.variant,
                 max_length=rows * columns + 1,
             )
-            for drop_path in _rising(config.drop_path, config.depth)
+            for drop_path in _drop_path_rates(config.drop_path, config.depth)
         )
 
     def intermediates(
@@ -415,22 +416,22 @@ class FlowformerDeiT(ImageClassifier):
         patches = patches.flatten(2).transpose(1, 2)
         class_token = self.class_token.expand(len(patches), 1, -1)
         x = self.dropout(self.positions(torch.cat([class_token, patches], 1), grid))  # (B, 1 + N, W)
-        kept = []
+        outputs = []
         for i, layer in enumerate(self.layers):
             x = self._layer(layer, x)
             if i in taken:
-                kept.append((x, grid))
+                outputs.append((x, grid))
             if i == last:
                 break
-        return x, kept
+        return x, outputs
 
     def features(self, images: Tensor) -> Tensor:
-        """The class token after the last layer, (B, W)."""
+        """Return the class token after the last layer, (B, W)."""
         return self.norm(self.intermediates(images)[0][:, 0])
 
 
-def _rising(rate: float, depth: int) -> list[float]:
-    """From 0 to the rate in even steps, one a layer."""
+def _drop_path_rates(rate: float, depth: int) -> list[float]:
+    """The drop-path rate of each layer: rises linearly from 0 to `rate`."""
     return [rate * i / max(depth - 1, 1) for i in range(depth)]
 
 

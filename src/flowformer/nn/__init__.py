@@ -1,4 +1,4 @@
-"""Flow-Attention as modules; each is imported when it is first asked for."""
+"""Flow-Attention as torch modules. The submodules are imported lazily, on first access to one of their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .swap import replace_attention
     from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
 
-_HOMES = {
+_SUBMODULES = {
     "attention": (
         "FlowAttention",
         "RivalAttention",
@@ -75,10 +75,10 @@ _renamed = moved(__name__, {"sinks_apart": f"{__name__}.independent_sinks"})
 
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
+    submodule = next((submodule for submodule, names in _SUBMODULES.items() if name in names), None)
+    if submodule is None:
         return _renamed(name)
-    globals()[name] = value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value = getattr(importlib.import_module(f".{submodule}", __name__), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""Attention modules: Flow-Attention with its projections, and any rival in its place.
+"""Attention modules: Flow-Attention with its projections, and rival attentions with the same interface.
 
 Shapes: B batch, N queries (sinks), M keys (sources), H heads, H_kv key heads, D head_dim, W = H·D.
 """
@@ -38,19 +38,19 @@ _DEFAULT = FlowVariant()
 
 
 class ProjectedAttention(nn.Module):
-    """What attention modules share: queries, keys and values are projected, attend by heads, and are projected back.
+    """Base class of multi-head attention modules: the projections of queries, keys, values and result.
 
     Args:
         embed_dim: width of the queries and of the result.
         num_heads: H.
-        kdim, vdim: width of keys and values; None is embed_dim.
-        head_dim: D; None is embed_dim / num_heads. The inner width H·D need not be embed_dim.
-        num_kv_heads: H_kv, heads of keys and values, each shared by H / H_kv query heads; None is num_heads.
-        bias: whether the four projections have one.
-        dropout: on the result, after the output projection. There is no matrix of weights to drop from.
+        kdim, vdim: width of keys and values; None means embed_dim.
+        head_dim: D; None means embed_dim / num_heads. The inner width H·D may differ from embed_dim.
+        num_kv_heads: H_kv, key/value heads, each shared by H / H_kv query heads; None means num_heads.
+        bias: whether the four projections have a bias.
+        dropout: on the result, after the output projection: Flow-Attention has no weight matrix to apply dropout to.
         is_causal: each token sees itself and the past; self-attention only.
 
-    A projection is None if the attention does not read what it would project, see `Mechanism.reads`.
+    `q_proj` or `k_proj` is None if the mechanism does not read queries or keys, see `Mechanism.reads`.
     """
 
     q_proj: nn.Linear | None
@@ -101,16 +101,16 @@ class ProjectedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform weights and no bias."""
+        """Initialise the projections: Xavier-uniform weights, zero biases."""
         for projection in self.projections():
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
     def projections(self) -> list[nn.Linear]:
-        """The projections there are, that of the result last."""
-        there_or_not = self.q_proj, self.k_proj, self.v_proj, self.out_proj
-        return [projection for projection in there_or_not if projection is not None]
+        """The projections that are not None, the output projection last."""
+        candidates = self.q_proj, self.k_proj, self.v_proj, self.out_proj
+        return [projection for projection in candidates if projection is not None]
 
     def extra_repr(self) -> str:
         shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
@@ -125,7 +125,7 @@ class ProjectedAttention(nn.Module):
         query_mask: Tensor | None,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q (B, H, N, D), k, v (B, H_kv, M, D), and both masks."""
+        """Return q (B, H, N, D), k and v (B, H_kv, M, D), and the masks of queries and keys."""
         if key is None and value is not None:
             raise ValueError("got a value but no key. Pass both, or neither for self-attention.")
         is_self_attention = key is None or key is query
@@ -140,34 +140,34 @@ class ProjectedAttention(nn.Module):
         if is_self_attention:
             query_mask = key_mask = joint_mask(query_mask, key_mask)
         v = split_heads(self.v_proj(value), self.num_kv_heads)
-        q = self._heads(self.q_proj, query, v, self.num_heads)
-        k = self._heads(self.k_proj, key, v, self.num_kv_heads)
+        q = self._project_heads(self.q_proj, query, v, self.num_heads)
+        k = self._project_heads(self.k_proj, key, v, self.num_kv_heads)
         return q, k, v, query_mask, key_mask
 
-    def _heads(self, projection: nn.Linear | None, tokens: Tensor, like: Tensor, heads: int) -> Tensor:
+    def _project_heads(self, projection: nn.Linear | None, tokens: Tensor, like: Tensor, heads: int) -> Tensor:
         if projection is None:
-            # only the number of tokens is read
+            # the mechanism reads the shape only
             return like.new_zeros(()).expand(len(tokens), heads, tokens.shape[1], self.head_dim)
         return split_heads(projection(tokens), heads)
 
-    def _join(self, result: Tensor) -> Tensor:
+    def _merge_heads(self, result: Tensor) -> Tensor:
         joined: Tensor = self.dropout(self.out_proj(result.transpose(1, 2).flatten(2)))
         return joined
 
 
 class FlowAttention(ProjectedAttention):
-    """Multi-head Flow-Attention: queries, keys and values are projected, attend in linear time, and are projected back.
+    """Multi-head Flow-Attention with projections, linear in the length of the sequence.
 
-    The arguments of `ProjectedAttention`, and:
+    Takes the arguments of `ProjectedAttention`, and:
 
     Args:
         variant: a FlowVariant or the name of one.
-        rotary_base: turns queries and keys by their positions, as `RotaryPositions` of this base; None does not.
-            Positions count the tokens that take part, from those of the state on. Self-attention only.
-        learn_powers: learns the `powers` of `flow_attention`, from 0, where the module is linear attention; needs a
-            variant with renormalize=True.
-        group: over whose ranks the sequences are cut, as for `flow_attention`; rotary positions go on from rank to
-            rank.
+        rotary_base: base of the `RotaryPositions` applied to queries and keys; None applies none. Positions count the
+            unmasked tokens, including those already in the state. Self-attention only.
+        learn_powers: whether the `powers` of `flow_attention` are learned. They start at 0, where the module equals
+            linear attention. Needs a variant with renormalize=True.
+        group: process group over whose ranks the sequences are split, as for `flow_attention`; rotary positions
+            continue from rank to rank.
 
     >>> attention = FlowAttention(32, 4, is_causal=True)
     >>> x = torch.randn(2, 10, 32)
@@ -200,12 +200,12 @@ class FlowAttention(ProjectedAttention):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        powers: nn.Parameter | None = getattr(self, "powers", None)  # the first call comes before there are any
+        powers: nn.Parameter | None = getattr(self, "powers", None)  # the base class calls this before powers are set
         if powers is not None:
             nn.init.zeros_(powers)
 
     def new_state(self, batch_size: int) -> FlowState:
-        """The state of `batch_size` sequences that have not begun: pass it with the prompt, then with each token."""
+        """The empty state of `batch_size` sequences, for the first call; each call returns the state for the next."""
         weight = self.v_proj.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         sizes = batch_size, self.num_heads, self.head_dim
@@ -223,21 +223,21 @@ class FlowAttention(ProjectedAttention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, FlowState]:
-        """Attend from the queries to the keys, or among the queries where there are no others.
+        """Attend from the queries to the keys, or to the queries themselves if no key is passed.
 
         Args:
             query: (B, N, embed_dim), or a jagged nested tensor without masks.
-            key: (B, M, kdim); None, or the very tensor passed as query, is self-attention. Any other tensor is
-                cross-attention, whatever its length, and has a mask of its own.
-            value: (B, M, vdim); None is the key.
-            query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention one mask stands for
-                both: a padded token takes part in nothing.
-            state: what was before these tokens, of `new_state` or of the call before; causal only.
-            cu_seqlens, max_seqlen: of self-attention of sequences that are packed in a query (1, T, embed_dim), as for
-                `flow_attention_varlen`; a longest length of None is T.
+            key: (B, M, kdim). None, or the same tensor object as the query, means self-attention. Any other tensor
+                means cross-attention, whatever its length, with separate masks for queries and keys.
+            value: (B, M, vdim); None means that the key is also the value.
+            query_mask, key_mask: (B, N) and (B, M) bool, True = takes part. In self-attention the two masks are
+                combined, and a masked token is neither a query nor a key.
+            state: the state of the preceding tokens, from `new_state` or from the previous call; causal only.
+            cu_seqlens, max_seqlen: bounds and longest length of packed sequences in a query (1, T, embed_dim), as for
+                `flow_attention_varlen`; self-attention only. If max_seqlen is None, T is used.
 
-        Returns: (B, N, embed_dim), and with a state also the state after the last token. A query that is masked, or has
-        no valid source, gives the bias of the output projection.
+        Returns: (B, N, embed_dim), and with a state also the state after the last token. For a query that is masked, or
+        has no unmasked source, the result is the bias of the output projection.
         """
         check_packed(query, (key, value, query_mask, key_mask, state), cu_seqlens, max_seqlen)
         if cu_seqlens is not None:
@@ -249,15 +249,17 @@ class FlowAttention(ProjectedAttention):
             q, k = self._rotated(q, k, query, key, key_mask, state)
         shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
+            if self._recorded is not None:
+                raise NotImplementedError("the maps of a sequence with a state are not recorded; pass all its tokens.")
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
-            return self._join(result), state
+            return self._merge_heads(result), state
         options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
         if self._recorded is not None:
             if self.group is not None:
                 raise NotImplementedError("the maps of a sequence cut over ranks are not recorded; use one rank.")
-            maps_of = {name: option for name, option in options.items() if name != "group"}
-            self._recorded.append(flow_maps(q, k, **maps_of))
-        return self._join(flow_attention(q, k, v, **options))
+            map_options = {name: option for name, option in options.items() if name != "group"}
+            self._recorded.append(flow_maps(q, k, **map_options))
+        return self._merge_heads(flow_attention(q, k, v, **options))
 
     def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         if self._recorded is not None:
@@ -268,7 +270,7 @@ class FlowAttention(ProjectedAttention):
             sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
             positions = token - cu_seqlens[sequence]
             if self.group is not None:
-                # tokens after the last sequence belong to none
+                # the appended 0 is the length of the filler tokens after the last sequence, which belong to none
                 from ..ops.context.exchange import tokens_before
 
                 before = tokens_before(cu_seqlens.diff(append=cu_seqlens[-1:]), self.group)
@@ -278,7 +280,7 @@ class FlowAttention(ProjectedAttention):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         options: dict[str, Any] = {"is_causal": self.is_causal, **self._attention_options()}
         result = flow_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-        return self._join(result.transpose(0, 1)[None])
+        return self._merge_heads(result.transpose(0, 1)[None])
 
     def _attention_options(self) -> dict[str, Any]:
         return {"enable_gqa": True, "variant": self.variant, "powers": self.powers, "group": self.group}
@@ -286,7 +288,7 @@ class FlowAttention(ProjectedAttention):
     def _rotated(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor | None, mask: Tensor | None, state: FlowState | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by the positions of their tokens."""
+        """Apply the rotary positions to queries and keys."""
         assert self.rotary is not None
         if key is not None and key is not query:
             raise ValueError(
@@ -306,14 +308,14 @@ class FlowAttention(ProjectedAttention):
 
 
 class RivalAttention(ProjectedAttention):
-    """A rival attention of `flowformer.baselines` between the same projections, those of them that it reads.
+    """A rival attention of `flowformer.baselines` with the projections of `FlowAttention` that it reads.
 
-    The arguments of `ProjectedAttention`, and:
+    Takes the arguments of `ProjectedAttention`, and:
 
     Args:
-        name: of the rival, as `baselines.names` lists them.
+        name: name of the rival; `baselines.names` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
-        attention_options: of the rival, as `baselines.options` lists them.
+        attention_options: options of the rival; `baselines.options` lists them.
 
     >>> attention = RivalAttention(32, 4, name="local", attention_options={"window": 5})
     >>> attention(torch.randn(2, 10, 32)).shape
@@ -330,7 +332,7 @@ class RivalAttention(ProjectedAttention):
         attention_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from .. import baselines  # here, since most programs need none of them
+        from .. import baselines  # imported here, since most programs use no rival
 
         super().__init__(embed_dim, num_heads, **options)
         self.mechanism = baselines.build(
@@ -353,18 +355,18 @@ class RivalAttention(ProjectedAttention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `FlowAttention.forward`; packed sequences are padded to attend."""
+        """Attend, with the arguments of `FlowAttention.forward` except `state`; packed sequences are padded first."""
         check_packed(query, (key, value, query_mask, key_mask), cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if cu_seqlens is None:
-            return self._join(self._attend(q, k, v, query_mask, key_mask))
+            return self._merge_heads(self._attend(q, k, v, query_mask, key_mask))
         tokens = query.shape[1]
-        packing = Packing.bounded(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
+        packing = Packing.from_bounds(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
         q, k, v = (packing.unpack(x.transpose(1, 2), packing.max_seqlen).transpose(1, 2) for x in (q, k, v))
         mask = packing.unpack(q.new_ones(1, tokens, dtype=torch.bool), packing.max_seqlen)
         result = packing.pack(self._attend(q, k, v, mask, mask).transpose(1, 2))
-        # tokens after the last sequence are in none
-        return self._join(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
+        # filler tokens after the last sequence attend to nothing: their result is 0
+        return self._merge_heads(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         k, v = repeat_heads(q, k), repeat_heads(q, v)
@@ -382,10 +384,10 @@ def build_attention(
     attention_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> FlowAttention | RivalAttention:
-    """Flow-Attention, one of its ablations, or the rival of that name in its place.
+    """Build Flow-Attention, one of its ablations, or a rival attention by name.
 
-    Names are "flow", those of `ABLATIONS` (of two activations the first is the competition's), and those of
-    `baselines.names`. Flow-Attention takes a `variant`, a rival `max_length` and `attention_options`.
+    Names are "flow", the keys of `ABLATIONS` (in a name with two activations, the first is the competition's), and
+    `baselines.names()`. `variant` applies to Flow-Attention only, `max_length` and `attention_options` to rivals only.
 
     >>> type(build_attention("flow", 32, 4)).__name__, type(build_attention("linear", 32, 4)).__name__
     ('FlowAttention', 'RivalAttention')
@@ -404,27 +406,33 @@ def build_attention(
 
 
 def attention_names() -> list[str]:
-    """What `build_attention` accepts."""
+    """The names that `build_attention` accepts."""
     from .. import baselines
 
     return ["flow", *ABLATIONS, *baselines.names()]
 
 
+def is_recording(model: nn.Module) -> bool:
+    """Whether an attention of the model is inside `record_maps`."""
+    return any(getattr(module, "_recorded", None) is not None for module in model.modules())
+
+
 def is_observed(model: nn.Module) -> bool:
-    """Whether maps of an attention are recorded or it has a hook: both expect the batch as it was passed."""
+    """Whether an attention of the model records maps or has a forward hook; both expect a padded batch."""
     attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
-    is_recorded = any(getattr(each, "_recorded", None) is not None for each in attentions)
-    return is_recorded or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
+    return is_recording(model) or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
 
 
 def is_flow(name: str) -> bool:
-    """Whether the name is that of Flow-Attention or of one of its ablations."""
+    """Whether the name stands for Flow-Attention or one of its ablations."""
     return name == "flow" or name in ABLATIONS
 
 
 @contextmanager
 def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
-    """Collects the maps of every Flow-Attention of a model, in the order they run; an inner block has its own.
+    """Collect the flow maps of every Flow-Attention of a model, in the order they run.
+
+    Inside a nested `record_maps` block, only the inner list receives maps.
 
     >>> attention = FlowAttention(32, 4)
     >>> with record_maps(attention) as maps:
@@ -436,21 +444,21 @@ def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
     if not modules:
         raise ValueError(f"{type(model).__name__} has no Flow-Attention, and other attentions have no flows to record.")
     maps: list[FlowMaps] = []
-    before = [module._recorded for module in modules]
+    previous = [module._recorded for module in modules]
     for module in modules:
         module._recorded = maps
     try:
         yield maps
     finally:
-        for module, recorded in zip(modules, before, strict=True):
+        for module, recorded in zip(modules, previous, strict=True):
             module._recorded = recorded
 
 
 def independent_sinks(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:
-    """The variant in which a sink's result does not depend on the other sinks: no competition and no allocation.
+    """Return the variant without competition and allocation, so that a sink's result does not depend on other sinks.
 
-    Both come from flows summed over all sinks, future ones included. What is left, R = (φ(Q)/I) (φ(K)ᵀ V), is the form
-    that an autoregressive decoder can use for cross-attention to a memory.
+    Both use flows summed over all sinks, including later ones. Without them, R = (φ(Q)/I) (φ(K)ᵀ V), which an
+    autoregressive decoder can use for cross-attention to a memory.
 
     >>> independent_sinks("rl").competition
     'none'
@@ -464,7 +472,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def check_packed(query: Tensor, others: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
-    """Raise on arguments that packed sequences do not take."""
+    """Raise if packed sequences are combined with arguments that they do not support, or have the wrong shape."""
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError("got max_seqlen but no cu_seqlens. Packed sequences need both bounds and longest length.")
@@ -482,7 +490,7 @@ def check_tokens(
             "got a strided nested tensor; accepted: a jagged one, torch.nested.nested_tensor(…, layout=torch.jagged)."
         )
 
-    # said only when it is wrong: a graph of any length cannot print it
+    # formatted only for an error: in a graph with dynamic lengths the shapes cannot be printed
     def shapes() -> str:
         return ", ".join(str(tuple(x.shape)) for x in (query, key, value))
 

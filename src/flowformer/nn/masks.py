@@ -1,7 +1,7 @@
-"""The masks of torch and timm, read as what Flow-Attention takes: which tokens take part, and whether it is causal.
+"""Conversion of the attention masks of torch and timm to a token mask and a causal flag, which Flow-Attention takes.
 
-A float mask is added to the scores of a softmax: 0 keeps, and -inf, finfo.min, -1e9 or -1e4 leave out. Any other value
-would be a bias, which has no linear form.
+A float mask is made to be added to the scores of a softmax: 0 keeps a token; -inf, finfo.min, -1e9 or -1e4 mask it out.
+Any other value would be an additive bias, which linear attention cannot apply.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HUGE = 1e4  # exp(-HUGE) is 0 in every dtype
+HUGE = 1e4  # values <= -HUGE mask a token out: exp(-HUGE) is 0 in every dtype
 
 
 def kept_tokens(mask: Tensor | None, shape: torch.Size, name: str = "key_padding_mask") -> Tensor | None:
-    """Which tokens take part, from a padding mask of torch's convention: True or hugely negative is left out."""
+    """Convert torch's padding mask (True or hugely negative = padding) to a token mask (True = takes part)."""
     if mask is None:
         return None
     if mask.shape != shape:
@@ -25,17 +25,17 @@ def kept_tokens(mask: Tensor | None, shape: torch.Size, name: str = "key_padding
     kept, left_out = mask == 0, mask <= -HUGE
     require(
         (kept | left_out).all(),
-        f"a float {name} may hold 0 (takes part) and -inf or anything from {-HUGE:g} down (left out) only: other "
-        "values would bias the keys of a softmax, and there is none here.",
+        f"a float {name} may hold only 0 (takes part) and values from -inf to {-HUGE:g} (masked); other values would "
+        "bias the scores of a softmax, which Flow-Attention does not have.",
     )
     return kept
 
 
 def is_causal_mask(attn_mask: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether the mask is the causal one (True) or blocks nothing (False); there is no linear form of any other.
+    """Return True for the causal mask and False for a mask that blocks nothing; raise for any other mask.
 
-    Where values cannot be read, a square mask is taken for the causal one, and a check that runs with the graph
-    raises if it is not.
+    Where Python cannot read the values (see `is_readable`), a mask of the right shape is assumed to be causal, and an
+    asynchronous assertion raises at run time if it is not.
     """
     message = (
         f"attn_mask of shape {tuple(attn_mask.shape)} is neither the causal mask of shape {shape} nor empty, and a "
@@ -61,7 +61,7 @@ def is_causal_mask(attn_mask: Tensor, shape: tuple[int, int]) -> bool:
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raise unless the tensor is True; where it cannot be read, when the graph runs."""
+    """Raise unless the tensor is True. If Python cannot read it, add an assertion that raises when the graph runs."""
     if not is_readable(condition):
         torch._assert_async(condition, message)
         return
@@ -74,5 +74,5 @@ def require(condition: Tensor, message: str) -> None:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether Python can look at the values: not in a compiled or captured graph, nor where there are none."""
+    """Whether Python can read the values: not in compiled code, in a CUDA graph capture, or on the meta device."""
     return not (torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))

@@ -1,7 +1,7 @@
-"""The matrix of an attention, W with R = W V, summed up by its columns and rows without ever being held.
+"""Column sums, row sums and row entropies of the attention matrix W, R = W V, without storing W.
 
-Flow-Attention and its rivals are linear in the values, so that the columns of W are the results for the columns of an
-identity: a block of them at a time is all that is needed, whatever the mechanism.
+Flow-Attention and its rivals are linear in the values. With the columns of an identity matrix as values, any of them
+therefore returns the columns of W. We compute a block of C columns at a time.
 
 Shapes: B batch, H heads, H_kv key heads, N sinks, M sources, C sources of a block.
 """
@@ -24,34 +24,34 @@ BLOCK = 128
 
 
 class MatrixMaps(NamedTuple):
-    """Sums over the absolute values of W, 0 for a token that is masked; few mechanisms have negative weights."""
+    """Statistics of the absolute values of W (few mechanisms have negative weights); 0 for masked tokens."""
 
-    column_sums: Tensor  # what each source gives to all sinks, (B, H, M)
-    row_sums: Tensor  # what each sink takes, (B, H, N)
-    row_entropies: Tensor  # of the shares of the sources in a row, in nats, (B, H, N)
-    visible: Tensor  # how many sources a sink may look at, (B, N)
+    column_sums: Tensor  # (B, H, M), total weight of each source over all sinks
+    row_sums: Tensor  # (B, H, N), total weight of each sink over all sources
+    row_entropies: Tensor  # (B, H, N), entropy of each row divided by its sum, in nats
+    visible: Tensor  # (B, N), number of sources that each sink may attend to
 
     def degeneracy(self, top: float = 0.1) -> Degeneracy:
-        """How near the attention is to the mean of all sources.
+        """Measure how close the attention is to a plain mean over all sources.
 
         Args:
-            top: the share of the sources that counts as the top.
+            top: the fraction of the sources, largest column sums first, that `top_share` covers.
         """
-        several = (self.row_sums > 0) & (self.visible > 1)[:, None]
+        is_counted = (self.row_sums > 0) & (self.visible > 1)[:, None]
         evenness = self.row_entropies / self.visible.clamp_min(2).log().to(self.row_entropies)[:, None]
-        count = self.visible.amax(-1, keepdim=True)  # (B, 1), the sources that there are
+        count = self.visible.amax(-1, keepdim=True)  # (B, 1), number of unmasked sources
         ordered = self.column_sums.sort(-1, descending=True).values
         is_top = torch.arange(ordered.shape[-1], device=ordered.device) < (count * top).ceil()
         total = ordered.sum(-1)
         share = ordered.masked_fill(~is_top[:, None], 0).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
-        return Degeneracy(evenness[several].mean().item(), share[total > 0].mean().item())
+        return Degeneracy(evenness[is_counted].mean().item(), share[total > 0].mean().item())
 
 
 class Degeneracy(NamedTuple):
-    """The paper calls an attention degenerate that is near-uniform: evenness near 1, the top share near `top`."""
+    """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`."""
 
-    evenness: float  # entropy of a row over that of a uniform one, the mean over rows, heads and examples
-    top_share: float  # what the top sources give of all that is given, the mean over heads and examples
+    evenness: float  # entropy of a row / entropy of a uniform row; mean over rows, heads and examples
+    top_share: float  # column sums of the top sources / sum of all columns; mean over heads and examples
 
 
 @torch.no_grad()
@@ -65,12 +65,13 @@ def matrix_maps(
     key_mask: Tensor | None = None,
     block: int = BLOCK,
 ) -> MatrixMaps:
-    """Sum up the matrix of an attention, exactly, a block of its columns at a time.
+    """Compute the exact statistics of an attention matrix, a block of its columns at a time.
 
     Args:
-        attend: the result (B, H, N, E) for values (B, H_kv, M, E), linear in them.
-        query, key: (B, H, N, D) and (B, H_kv, M, D), which `attend` has already; their shapes and dtype are read.
-        query_mask, key_mask: (B, N) and (B, M) bool, which `attend` has already.
+        attend: returns the result (B, H, N, E) for values (B, H_kv, M, E); must be linear in the values.
+        query, key: (B, H, N, D) and (B, H_kv, M, D), already bound in `attend`; only shapes, dtype and device are read.
+        is_causal: whether `attend` is causal; used for `visible` only.
+        query_mask, key_mask: (B, N) and (B, M) bool, already applied by `attend`; used for `visible` only.
         block: C; time grows with M / C, memory with C.
 
     >>> q = k = torch.randn(1, 2, 5, 4)
@@ -90,17 +91,17 @@ def matrix_maps(
         row_sums = row_sums + weights.sum(-1)
         row_logs = row_logs + weights.xlogy(weights).sum(-1)
     # −Σ (w/S) log (w/S) = log S − (Σ w log w)/S
-    whole = row_sums.clamp_min(torch.finfo(row_sums.dtype).tiny)
-    entropies = (whole.log() - row_logs / whole).clamp_min(0).masked_fill(row_sums == 0, 0)
+    divisor = row_sums.clamp_min(torch.finfo(row_sums.dtype).tiny)
+    entropies = (divisor.log() - row_logs / divisor).clamp_min(0).masked_fill(row_sums == 0, 0)
     column_sums = torch.cat(columns, -1) if columns else row_sums.new_zeros(batch, heads, 0)
     return MatrixMaps(column_sums, row_sums, entropies, _visible(query, key, is_causal, query_mask, key_mask))
 
 
 @contextmanager
 def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[MatrixMaps]]:
-    """Collects the `MatrixMaps` of every attention of a model in evaluation mode, in the order they run.
+    """Collect the `MatrixMaps` of every attention of a model in evaluation mode, in the order they run.
 
-    That takes as many runs of each attention as it has blocks of sources.
+    Each attention runs ⌈M / block⌉ more times.
 
     >>> attention = RivalAttention(32, 4, name="cosformer", max_length=10).eval()
     >>> with record_matrices(attention) as maps:
@@ -116,7 +117,7 @@ def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[Matri
     maps: list[MatrixMaps] = []
 
     def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        maps.append(_of_module(module, block, *args, **options))
+        maps.append(_module_maps(module, block, *args, **options))
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
@@ -127,7 +128,7 @@ def record_matrices(model: nn.Module, block: int = BLOCK) -> Iterator[list[Matri
 
 
 @torch.no_grad()
-def _of_module(
+def _module_maps(
     module: FlowAttention | RivalAttention,
     block: int,
     query: Tensor,

@@ -1,4 +1,4 @@
-"""FlowMultiheadAttention: Flow-Attention in the place of `torch.nn.MultiheadAttention`.
+"""FlowMultiheadAttention: a drop-in replacement for `torch.nn.MultiheadAttention`.
 
 Shapes: B batch, N queries (sinks), M keys (sources), H heads, D head_dim, W = H·D.
 """
@@ -19,26 +19,26 @@ _DEFAULT = FlowVariant()
 
 
 class FlowMultiheadAttention(nn.MultiheadAttention):
-    """Flow-Attention behind the arguments, results and state dict of `torch.nn.MultiheadAttention`.
+    """Flow-Attention with the arguments, results and state dict of `torch.nn.MultiheadAttention`.
 
-    It loads the state dict of an `nn.MultiheadAttention` and the other way round, and runs inside torch's transformer
-    layers, whose fast path for softmax attention it disables. What differs from softmax:
+    The two classes load each other's state dicts. The module runs inside torch's transformer layers and disables their
+    fast path, which computes softmax attention. Differences from softmax attention:
 
-    - `dropout` acts on the result, after the output projection: there is no matrix of weights to drop from.
-    - Padding takes part in nothing: in self-attention it is left out of the queries too. `cross_attention` says
-      which calls are self-attention.
+    - `dropout` acts on the result, after the output projection: there is no weight matrix to apply it to.
+    - In self-attention, padding is masked out of the queries as well as the keys. `cross_attention` decides which
+      calls are self-attention.
     - `add_bias_kv` and `add_zero_attn` add sources that every query sees; they need is_causal=False.
-    - Competition and allocation are sums over all queries, so without is_causal a result depends on the other
-      queries, also in cross-attention. Where a query must not see those after it, as in a decoder that attends to a
+    - Competition and allocation use sums over all queries, so without is_causal a result depends on the other
+      queries, also in cross-attention. If a query must not depend on later ones, as in a decoder that attends to a
       memory, use `variant=independent_sinks(variant)`; `replace_attention` does so in nn.TransformerDecoderLayer.
 
-    The arguments of `torch.nn.MultiheadAttention`, and:
+    Takes the arguments of `torch.nn.MultiheadAttention`, and:
 
     Args:
         variant: a FlowVariant or the name of one.
-        cross_attention: True where the keys are not the tokens of the queries, so that key_padding_mask says nothing
-            about the queries; False where they are. None decides in each call: a query as long as its key is
-            self-attention. Pass True for a memory that may be as long as the query. `replace_attention` does so in
+        cross_attention: True if keys and queries are different tokens, so that key_padding_mask does not apply to the
+            queries; False if they are the same tokens. None decides in each call: query and key of equal length mean
+            self-attention. Pass True for a memory that may be as long as the query; `replace_attention` does so in
             nn.TransformerDecoderLayer.
 
     >>> attention = FlowMultiheadAttention(32, 4, batch_first=True)
@@ -88,8 +88,8 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
-        # nn.TransformerEncoderLayer in eval mode takes the weights and computes softmax itself, and
-        # nn.TransformerEncoder makes nested tensors for it, unless the module says that its projections are separate
+        # False disables torch's fast path. In eval mode, nn.TransformerEncoderLayer would compute softmax attention
+        # from the weights without calling this module, and nn.TransformerEncoder would make nested tensors for it.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -107,19 +107,19 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: (N, embed_dim), (N, B, embed_dim), or with batch_first (B, N, embed_dim). A nested tensor, jagged or
-                strided, (B, j, embed_dim) with batch_first, goes without masks and with need_weights=False.
+                strided, (B, j, embed_dim), needs batch_first, need_weights=False and no masks.
             key, value: likewise with M tokens of width kdim and vdim.
-            key_padding_mask: (B, M), or (M,) without a batch: True is left out, and so is -inf, finfo.min or -1e9 in a
-                float mask, whose other values must be 0.
-            need_weights: also return the matrix W that Flow-Attention implies, R = W V. It costs N × M numbers, which
-                the result does not need, and its rows do not sum to one.
+            key_padding_mask: (B, M), or (M,) without a batch. True masks a token out; in a float mask -inf, finfo.min
+                or -1e9 do, and all other values must be 0.
+            need_weights: also return the matrix W with R = W V. It takes N × M memory, which the result alone does not
+                need, and its rows do not sum to one.
             attn_mask: (N, M), the causal mask or one that blocks nothing, as bool (True blocks) or float (-inf blocks).
-                A compiled graph takes the causal one only, and checks it as it runs.
+                A compiled graph accepts the causal mask only, and checks it at run time.
             average_attn_weights: return the mean of W over the heads.
-            is_causal: each token sees itself and the past; attn_mask is then not looked at, and may be None.
+            is_causal: each token sees itself and the past; attn_mask is then ignored, and may be None.
 
-        Returns: the result in the layout of the query, and W as (B, N, M) or, per head, (B, H, N, M), without B where
-        the query has none; None without need_weights. Added sources stand last in W.
+        Returns: the result in the layout of the query; and W, (B, N, M) or per head (B, H, N, M), without B if the
+        query has no batch, None if need_weights is False. The sources of add_bias_kv and add_zero_attn are last in W.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             masks = key_padding_mask, None if is_causal else attn_mask
@@ -204,8 +204,8 @@ class FlowMultiheadAttention(nn.MultiheadAttention):
             return True
         if query is key or key is not value:
             return False
-        # one memory as key and value, and another query. Where sinks do not depend on one another, as in a decoder, a
-        # query that is left out changes nothing but its own result
+        # The key is also the value, but not the query: probably a memory. If sinks are independent, masking a query
+        # would change only its own result, so treating the call as cross-attention is safe.
         if self.variant == independent_sinks(self.variant):
             return True
         raise ValueError(

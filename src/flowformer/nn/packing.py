@@ -1,4 +1,4 @@
-"""Packed batches: the tokens of all sequences one after another, without the padding between them.
+"""Packed sequences: the tokens of a batch in one row, without the padding between the sequences.
 
 Shapes: B sequences, N tokens of the longest, T packed tokens.
 """
@@ -13,53 +13,60 @@ from torch import Tensor
 
 from ..ops.bounds import check_bounds
 
-WORTH_PACKING = 0.9  # share of tokens that are no padding, below which packing saves time
+WORTH_PACKING = 0.9  # packing saves time if tokens, as opposed to padding, are less than this share of the batch
 
 
 class Packing(NamedTuple):
-    """Where the tokens of a padded batch are when packed."""
+    """Index that converts a padded batch (B, N) to packed sequences (1, T) and back."""
 
-    tokens: Tensor  # (T,), the place of each packed token in the flattened batch; what follows is in no sequence
-    cu_seqlens: Tensor  # (B + 1,), the bounds of the packed sequences
-    lengths: list[int]  # of the sequences
-    max_seqlen: int  # N or more
+    # (T,), index of each packed token in the flattened batch; entries from cu_seqlens[-1] on are filler
+    tokens: Tensor
+    cu_seqlens: Tensor  # (B + 1,), bounds of the packed sequences
+    lengths: list[int]  # number of tokens of each sequence
+    max_seqlen: int  # upper bound of the lengths: N, or N rounded up
 
     @classmethod
-    def of(cls, mask: Tensor) -> Self | None:
-        """Of a batch with this mask, (B, N), if packing saves time and the lengths can be read here."""
-        # tracing, torch.func and tensors without data do not allow it
+    def from_mask(cls, mask: Tensor) -> Self | None:
+        """The packing of a batch with mask (B, N); None if packing saves no time or the lengths cannot be read."""
+        # reading the lengths fails in traced code, under torch.func and for tensors without data
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
         if traced or mask.is_meta or type(mask) is not Tensor:
             return None
-        on_device = mask.sum(1)
-        lengths = on_device.tolist()
+        device_lengths = mask.sum(1)
+        lengths = device_lengths.tolist()
         if sum(lengths) >= WORTH_PACKING * mask.numel():
             return None
-        # on a GPU rounded up, so that few shapes occur
+        # rounded up on a GPU, so that the kernels see few distinct shapes
         size, longest = (_round_up(x) if mask.is_cuda else x for x in (sum(lengths), mask.shape[1]))
         tokens = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
-        return cls(tokens, F.pad(on_device.cumsum(0), (1, 0)), lengths, longest)
+        return cls(tokens, F.pad(device_lengths.cumsum(0), (1, 0)), lengths, longest)
 
     @classmethod
-    def bounded(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
-        """Of sequences with these bounds among so many tokens, to be padded at their ends to the longest length."""
+    def from_bounds(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
+        """The packing of sequences that are already packed, to be padded at their ends.
+
+        Args:
+            cu_seqlens: (B + 1,), bounds of the sequences.
+            tokens: T, which may be more than cu_seqlens[-1].
+            longest: N, length of the padded batch.
+        """
         check_bounds(tokens, tokens, (cu_seqlens, cu_seqlens, longest, longest), is_causal=False)
         lengths = cu_seqlens.diff()
         mask = torch.arange(longest, device=cu_seqlens.device) < lengths[:, None]
         return cls(mask.flatten().nonzero()[:, 0], cu_seqlens, lengths.tolist(), longest)
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, N, ...) -> (1, T, ...)"""
+        """Pack a padded batch: (B, N, ...) -> (1, T, ...)."""
         return x.flatten(0, 1).index_select(0, self.tokens)[None]
 
     def unpack(self, x: Tensor, length: int) -> Tensor:
-        """(1, T, ...) -> (B, length, ...), 0 at the padding."""
+        """Pad packed sequences with 0: (1, T, ...) -> (B, length, ...)."""
         count, batch = sum(self.lengths), len(self.lengths)
         padded = x.new_zeros(batch * length, *x.shape[2:]).index_copy(0, self.tokens[:count], x[0, :count])
         return padded.view(batch, length, *x.shape[2:])
 
 
 def _round_up(count: int) -> int:
-    """To one of eight sizes between powers of two."""
+    """Round up to a multiple of 1/8 of the largest power of two that is not greater."""
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit

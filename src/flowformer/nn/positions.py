@@ -1,4 +1,4 @@
-"""Positions of tokens: sinusoids of any length or a learned table to add, or a rotation of queries and keys.
+"""Position embeddings: sinusoidal or learned vectors that are added to tokens, or rotations of queries and keys.
 
 Shapes: B batch, N tokens, W width, H heads, D head_dim.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds sin(p / base^(2i/W)) and cos of the same, interleaved, to a token at position p. There is no longest length.
+    """Adds sin(p / base^(2i/W)) and the cosine of the same angle, interleaved, to a token at any position p.
 
     The angles are computed in float32, or in float64 for float64 tokens. An odd width ends on a sine.
 
@@ -31,7 +31,7 @@ class SinusoidalPositions(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, W) with its positions added.
+        """Return x (B, N, W) plus its position embeddings.
 
         Args:
             positions: (N,) or (B, N) integers; None counts from 0. See `token_positions`.
@@ -49,9 +49,9 @@ class SinusoidalPositions(nn.Module):
 
 
 class FairseqPositions(nn.Module):
-    """The sinusoids of fairseq: sines in the first half of the width, cosines in the second, the first token at 2.
+    """Adds the sinusoids of fairseq: sines in the first half of the width, cosines in the second, first position 2.
 
-    Its wavelengths grow from 2π to 2π·base, both included. An odd width ends on a 0.
+    The wavelengths grow from 2π to 2π·base, both included. An odd width ends on a 0.
 
     >>> FairseqPositions(4, base=10.0)(torch.zeros(1, 2, 4))
     tensor([[[ 0.9093,  0.1987, -0.4161,  0.9801],
@@ -64,13 +64,13 @@ class FairseqPositions(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, W) with its positions added; the arguments are those of `SinusoidalPositions`."""
+        """Return x (B, N, W) plus its position embeddings; same arguments as for `SinusoidalPositions`."""
         _check(x, positions, self.dim)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         half = self.dim // 2
         index = torch.arange(half, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-        # 0 and 1 are the dictionary's first words, the second of which is padding
+        # fairseq counts positions from padding_idx + 1, and its dictionary has the padding at index 1
         angle = (positions + 2)[..., None] * self.base ** (-index / max(half - 1, 1))
         table = F.pad(torch.cat([angle.sin(), angle.cos()], -1), (0, self.dim % 2))
         return x + table.to(x.dtype)
@@ -83,9 +83,9 @@ class LearnedPositions(nn.Module):
     """Adds a learned vector to each of the first `max_length` positions.
 
     Args:
-        max_length: how many positions there are; a longer sequence is an error.
+        max_length: number of positions; a longer sequence is an error.
         dim: W.
-        std: of the normal distribution the vectors start from.
+        std: standard deviation of the normal distribution that initialises the vectors.
 
     >>> LearnedPositions(16, 4)(torch.zeros(1, 2, 4)).shape
     torch.Size([1, 2, 4])
@@ -111,7 +111,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, W) with its positions added.
+        """Return x (B, N, W) plus its position embeddings.
 
         Args:
             positions: (N,) or (B, N) integers below max_length; None counts from 0. See `token_positions`.
@@ -120,7 +120,7 @@ class LearnedPositions(nn.Module):
         if positions is None:
             self._check_length(x.shape[1])
             return x + self.weight[: x.shape[1]].to(x.dtype)
-        # elsewhere the lookup itself fails, without making every step wait for the device
+        # on a GPU this check would synchronise every step; there the lookup itself fails
         if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel():
             self._check_length(int(positions.max()) + 1)
         return x + F.embedding(positions, self.weight).to(x.dtype)
@@ -139,9 +139,9 @@ class LearnedPositions(nn.Module):
 class RotaryPositions(nn.Module):
     """Rotates the features i and i + D/2 of a head at position p by the angle p / base^(2i/D).
 
-    The product of a rotated query and key depends on the distance of their tokens alone. The flows of Flow-Attention do
-    not, since φ comes after the rotation: they depend on where the tokens stand, so count positions from the first
-    token of a sequence, as `token_positions` does.
+    The dot product of a rotated query and key depends only on the distance of their tokens. The flows of Flow-Attention
+    depend on the absolute positions, since φ is applied after the rotation. Count positions from the first token of a
+    sequence, as `token_positions` does.
 
     >>> RotaryPositions(4)(torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 1, 2, 4))
     tensor([[[[1.0000, 1.0000, 0.0000, 0.0000],
@@ -158,7 +158,7 @@ class RotaryPositions(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x (B, H, N, D) rotated.
+        """Return x (B, H, N, D), rotated.
 
         Args:
             positions: (N,) or (B, N) integers; None counts from 0. See `token_positions`.
@@ -176,21 +176,21 @@ class RotaryPositions(nn.Module):
 
 
 def token_positions(mask: Tensor, past: Tensor | None = None, group: Group | None = None) -> Tensor:
-    """Where each token stands in its own sequence, padding on either side not counted.
+    """Return the position of each token in its sequence, not counting padding on either side.
 
     Args:
         mask: (B, N) bool, True = a token.
-        past: (B,) integers, how many tokens came before, as `FlowState.count` says; None is 0.
-        group: over whose ranks the sequences are cut; the tokens of the ranks before this one count, too.
+        past: (B,) integers, number of preceding tokens, such as `FlowState.count`; None means 0.
+        group: process group over whose ranks the sequences are split; the tokens of lower ranks are counted too.
 
-    Returns: (B, N) integers from 0; padding gets some position of its sequence.
+    Returns: (B, N) integers from 0; the positions of padding are valid but arbitrary.
 
     >>> token_positions(torch.tensor([[False, True, True], [True, True, False]])).tolist()
     [[0, 0, 1], [0, 1, 1]]
     """
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     if group is not None:
-        # here, since few callers pay for it
+        # imported here, since few callers need it
         from ..ops.context.exchange import tokens_before
 
         positions = positions + tokens_before(mask.sum(-1), group)[:, None]

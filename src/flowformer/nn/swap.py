@@ -1,4 +1,4 @@
-"""replace_attention: Flow-Attention in a model that was built with torch's softmax attention."""
+"""replace_attention: swap the softmax attention of an existing torch model for Flow-Attention."""
 
 from __future__ import annotations
 
@@ -14,45 +14,48 @@ _DEFAULT = FlowVariant()
 def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT) -> nn.Module:
     """Swap every `torch.nn.MultiheadAttention` of a model in place for `FlowMultiheadAttention`, weights kept.
 
-    The parameters stay the same objects, so optimisers, tied weights and state dicts go on working. Hooks on the old
+    The parameters stay the same objects, so optimisers, tied weights and state dicts keep working. Hooks on the old
     modules are not carried over. In an nn.TransformerDecoderLayer the cross-attention gets
-    `independent_sinks(variant)`, so that no token sees those after it, and nn.TransformerEncoder stops making nested
-    tensors. Where another module attends to a memory that may be as long as its queries, set `cross_attention = True`
+    `independent_sinks(variant)`, so that no token sees later tokens, and nn.TransformerEncoder stops making nested
+    tensors. If another module attends to a memory that may be as long as its queries, set `cross_attention = True`
     on its replacement.
 
     Args:
-        model: any module. Its weights are kept; fine-tune afterwards, since this is a different function from softmax
-            attention.
+        model: any module. Weights are kept. Fine-tune afterwards: this is a different function from softmax attention.
         variant: a FlowVariant or the name of one.
 
-    Returns: the model, or, where the model itself is an nn.MultiheadAttention, what replaces it.
+    Returns: the model; if the model itself is an nn.MultiheadAttention, its replacement.
 
     >>> model = replace_attention(nn.TransformerEncoderLayer(32, 4))
     >>> type(model.self_attn).__name__
     'FlowMultiheadAttention'
     """
-    names = {
+    attentions = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.MultiheadAttention) and not isinstance(module, FlowMultiheadAttention)
     }
-    if not names:
+    if not attentions:
         raise ValueError(
             f"found no torch.nn.MultiheadAttention in {type(model).__name__}; there is nothing to replace."
         )
-    for name, module in names.items():
-        # a subclass, also one made by torch.nn.utils.parametrize, may hold other weights or compute something else
+    for name, module in attentions.items():
+        # a subclass (torch.nn.utils.parametrize makes one too) may hold other weights or compute something else
         if type(module) is not nn.MultiheadAttention:
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}, a subclass of torch.nn.MultiheadAttention; only "
                 "the class itself can be replaced. Call replace_attention on the other parts of the model."
             )
-    cross = {id(each.multihead_attn) for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)}
-    new = {id(module): _replacement(module, variant, is_cross=id(module) in cross) for module in names.values()}
-    for name, module in names.items():
+    decoder_layers = [each for each in model.modules() if isinstance(each, nn.TransformerDecoderLayer)]
+    cross_attentions = {id(layer.multihead_attn) for layer in decoder_layers}
+    replacements = {
+        id(module): _replacement(module, variant, is_cross=id(module) in cross_attentions)
+        for module in attentions.values()
+    }
+    for name, module in attentions.items():
         if not name:
-            return new[id(module)]
-        model.set_submodule(name, new[id(module)])
+            return replacements[id(module)]
+        model.set_submodule(name, replacements[id(module)])
     for each in model.modules():
         if isinstance(each, nn.TransformerEncoder):
             each.use_nested_tensor = False
@@ -60,6 +63,7 @@ def replace_attention(model: nn.Module, *, variant: FlowVariant | str = _DEFAULT
 
 
 def _replacement(old: nn.MultiheadAttention, variant: FlowVariant | str, is_cross: bool) -> FlowMultiheadAttention:
+    # on the meta device: all parameters are replaced by those of the old module below
     new = FlowMultiheadAttention(
         old.embed_dim,
         old.num_heads,

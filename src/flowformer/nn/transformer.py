@@ -1,4 +1,4 @@
-"""Transformer blocks on Flow-Attention: encoder and decoder layers, and their stacks.
+"""Transformer encoder and decoder layers with Flow-Attention, and stacks of them.
 
 Shapes: B batch, N tokens, M tokens of a memory, W width (embed_dim).
 """
@@ -23,10 +23,10 @@ class FeedForward(nn.Module):
     """Two linear maps of each token with an activation between them.
 
     Args:
-        embed_dim, mlp_dim: width of the tokens and between the maps.
+        embed_dim, mlp_dim: width of the tokens, and inner width.
         activation: "gelu", "relu", or a callable.
         dropout: on the result.
-        activation_dropout: between the maps; None is `dropout`.
+        activation_dropout: after the activation; None means `dropout`.
 
     >>> FeedForward(8, 32)(torch.randn(2, 5, 8)).shape
     torch.Size([2, 5, 8])
@@ -62,7 +62,7 @@ class FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """What the layers share: self-attention and a feed-forward network, each normed before its sum or after."""
+    """Base class of the layers: self-attention and a feed-forward network, each with pre-norm or post-norm."""
 
     is_causal: ClassVar[bool]
 
@@ -122,20 +122,20 @@ class _Layer(nn.Module):
 
 
 class FlowEncoderLayer(_Layer):
-    """A transformer layer whose tokens all see each other.
+    """A transformer encoder layer: bidirectional self-attention and a feed-forward network.
 
     Args:
         embed_dim, num_heads: as for `FlowAttention`.
-        mlp_dim: inner width of the feed-forward network; None is 4 · embed_dim.
+        mlp_dim: inner width of the feed-forward network; None means 4 · embed_dim.
         head_dim, variant: as for `FlowAttention`.
         activation: "gelu", "relu", or a callable.
-        dropout: on the results of attention and feed-forward network, before they are added.
-        activation_dropout: inside the feed-forward network; None is `dropout`.
-        norm_first: x + f(norm(x)); False is norm(x + f(x)).
+        dropout: on the results of attention and feed-forward network, before they are added to the residual stream.
+        activation_dropout: inside the feed-forward network; None means `dropout`.
+        norm_first: True for pre-norm, x + f(norm(x)); False for post-norm, norm(x + f(x)).
         attention_bias: whether the projections of the attention have a bias.
-        eps: of the layer norms.
-        attention: "flow", or the name of a rival as `baselines.names` lists them.
-        attention_options: of the rival, as `baselines.options` lists them.
+        eps: epsilon of the layer norms.
+        attention: "flow", or the name of a rival attention; `baselines.names` lists them.
+        attention_options: options of the rival; `baselines.options` lists them.
         max_length: the longest sequence, for rivals whose parameters depend on it.
 
     >>> FlowEncoderLayer(32, 4)(torch.randn(2, 10, 32)).shape
@@ -152,11 +152,11 @@ class FlowEncoderLayer(_Layer):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """The tokens x (B, N, W) after the layer.
+        """Return the tokens x (B, N, W) after the layer.
 
         Args:
             mask: (B, N) bool, True = takes part.
-            cu_seqlens, max_seqlen: of packed sequences (1, T, W), as for `FlowAttention`.
+            cu_seqlens, max_seqlen: bounds and longest length of packed sequences x (1, T, W), as for `FlowAttention`.
         """
         attend = partial(self.attention, key_mask=mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         x = self._residual(self.attention_norm, attend, x)
@@ -164,13 +164,13 @@ class FlowEncoderLayer(_Layer):
 
 
 class FlowDecoderLayer(_Layer):
-    """A transformer layer whose tokens see themselves, the past and, if there is one, a memory.
+    """A transformer decoder layer: causal self-attention, optional cross-attention to a memory, feed-forward network.
 
-    Cross-attention to the memory has no competition and no allocation (`independent_sinks`): both are sums over all
-    queries, so a token would see later ones.
+    Cross-attention to the memory has no competition and no allocation (`independent_sinks`): both use sums over all
+    queries, through which a token would depend on later ones.
 
     Args:
-        memory_dim: width of the memory to attend to; None builds no cross-attention.
+        memory_dim: width of the memory; None builds a layer without cross-attention.
         All others: as for `FlowEncoderLayer`.
 
     >>> layer = FlowDecoderLayer(32, 4, memory_dim=16)
@@ -194,7 +194,7 @@ class FlowDecoderLayer(_Layer):
         super().__init__(embed_dim, num_heads, mlp_dim, attention=attention, variant=variant, **options)
         self.cross_attention: FlowAttention | RivalAttention | None = None
         if memory_dim is not None:
-            own = self.attention
+            self_attention = self.attention
             factory: dict[str, Any] = {key: options.get(key) for key in ("device", "dtype")}
             self.cross_attention = build_attention(
                 attention,
@@ -202,9 +202,9 @@ class FlowDecoderLayer(_Layer):
                 num_heads,
                 kdim=memory_dim,
                 vdim=memory_dim,
-                head_dim=own.head_dim,
-                bias=own.v_proj.bias is not None,
-                dropout=own.dropout.p,
+                head_dim=self_attention.head_dim,
+                bias=self_attention.v_proj.bias is not None,
+                dropout=self_attention.dropout.p,
                 variant=independent_sinks(variant),
                 max_length=options.get("max_length"),
                 attention_options=options.get("attention_options"),
@@ -213,7 +213,7 @@ class FlowDecoderLayer(_Layer):
             self.cross_norm = nn.LayerNorm(embed_dim, eps=self.attention_norm.eps, **factory)
 
     def new_state(self, batch_size: int) -> FlowState:
-        """The state of `batch_size` sequences that have not begun."""
+        """The empty state of `batch_size` sequences."""
         if not isinstance(self.attention, FlowAttention):
             raise NotImplementedError(
                 f"{self.attention.mechanism.name} attention has no state of constant size; run the whole sequence."
@@ -229,13 +229,13 @@ class FlowDecoderLayer(_Layer):
         memory_mask: Tensor | None = None,
         state: FlowState | None = None,
     ) -> Tensor | tuple[Tensor, FlowState]:
-        """The tokens after the layer, and with a state also the state after the last token.
+        """Return the tokens after the layer, and with a state also the state after the last token.
 
         Args:
-            x: (B, N, W), the tokens, or with a state the new ones.
+            x: (B, N, W), the tokens; with a state, only the new ones.
             memory: (B, M, memory_dim), for a layer built with memory_dim.
             mask, memory_mask: (B, N) and (B, M) bool, True = takes part.
-            state: what was before these tokens.
+            state: the state of the preceding tokens, from `new_state` or from the previous call.
         """
         if (memory is None) != (self.cross_attention is None):
             raise ValueError(
@@ -260,7 +260,7 @@ class FlowDecoderLayer(_Layer):
 
 
 class FlowEncoder(nn.Module):
-    """Encoder layers one after another, and a norm after the last if one is given.
+    """A stack of encoder layers, and an optional norm after the last.
 
     >>> encoder = FlowEncoder([FlowEncoderLayer(32, 4) for _ in range(2)], norm=nn.LayerNorm(32))
     >>> encoder(torch.randn(2, 10, 32), mask=torch.ones(2, 10, dtype=torch.bool)).shape
@@ -273,14 +273,14 @@ class FlowEncoder(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The tokens x (B, N, W) after all layers; mask (B, N) bool, True = takes part."""
+        """Return the tokens x (B, N, W) after all layers; mask (B, N) bool, True = takes part."""
         for layer in self.layers:
             x = layer(x, mask)
         return x if self.norm is None else self.norm(x)
 
 
 class FlowDecoder(nn.Module):
-    """Decoder layers one after another, and a norm after the last if one is given.
+    """A stack of decoder layers, and an optional norm after the last.
 
     >>> decoder = FlowDecoder([FlowDecoderLayer(32, 4) for _ in range(2)], norm=nn.LayerNorm(32))
     >>> x = torch.randn(2, 10, 32)
@@ -296,7 +296,7 @@ class FlowDecoder(nn.Module):
         self.norm = norm
 
     def new_states(self, batch_size: int) -> list[FlowState]:
-        """The states, one a layer, of `batch_size` sequences that have not begun."""
+        """The empty states of `batch_size` sequences, one per layer."""
         return [cast(FlowDecoderLayer, layer).new_state(batch_size) for layer in self.layers]
 
     def forward(
@@ -308,11 +308,11 @@ class FlowDecoder(nn.Module):
         memory_mask: Tensor | None = None,
         states: Sequence[FlowState] | None = None,
     ) -> Tensor | tuple[Tensor, list[FlowState]]:
-        """The tokens after all layers, and with states also the states after the last token.
+        """Return the tokens after all layers, and with states also the states after the last token.
 
         Args:
             x, memory, mask, memory_mask: as for `FlowDecoderLayer`.
-            states: one a layer, of `new_states` or of the call before.
+            states: one per layer, from `new_states` or from the previous call.
         """
         if states is not None and len(states) != len(self.layers):
             raise ValueError(

@@ -3,7 +3,7 @@
     timm.create_model("vit_small_patch16_224", attn_layer=TimmFlowAttention)
     timm.create_model("flowformer_patch4_224")
 
-Importing this package registers the models. Their weights have the names of `flowformer.models.vision`.
+Importing this package registers the models. Their weights have the same names as in `flowformer.models.vision`.
 """
 
 try:
@@ -27,7 +27,7 @@ _MODELS = (
     "flowformer_patch2_32",
     "flowformer_patch4_224",
 )
-# `flowformer.nn.FlowAttention` is another class
+# names of earlier versions; FlowAttention was renamed because `flowformer.nn.FlowAttention` is another class
 __getattr__ = moved(
     __name__,
     {"FlowAttention": f"{__name__}.TimmFlowAttention", **{name: f"{__name__}.flowformer.{name}" for name in _MODELS}},

@@ -1,4 +1,4 @@
-"""The attention class for timm's transformers, and the check that a model takes it.
+"""The attention class for timm's transformers, and the check that a model uses it.
 
 Shapes: B images, N tokens, W width, H heads, D head_dim.
 """
@@ -21,15 +21,15 @@ _DEFAULT = FlowVariant()
 
 
 class TimmFlowAttention(Attention):
-    """Flow-Attention in the place of `timm.layers.Attention`: same arguments, same names of parameters.
+    """Drop-in replacement for `timm.layers.Attention`: same arguments, same parameter names.
 
-    Only `num_heads` has no default: the `attn_layer` of a ConvNet, which is built without it, weighs channels.
+    Only `num_heads` has no default: ConvNets, whose `attn_layer` is channel attention, do not pass it, and must fail.
 
-    Weights of a softmax model load as they are. Fine-tune afterwards: this is a different function. `attn_drop` acts
-    on the result, before the projection: there is no matrix of weights to drop from. timm's switches for fused
-    attention and for export choose between our kernels and plain torch.
+    Weights of a softmax model load unchanged. Fine-tune afterwards: this is a different function. `attn_drop` acts on
+    the result, before the projection: there is no weight matrix to apply it to. timm's switches for fused attention and
+    for export select between our kernels and plain torch.
 
-    timm takes a class here, not a partial: for another variant set `variant` in a subclass.
+    timm accepts a class here, not a functools.partial. For another variant, set `variant` in a subclass.
 
     >>> TimmFlowAttention(32, num_heads=4)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
@@ -41,16 +41,17 @@ class TimmFlowAttention(Attention):
         if num_heads is None:
             raise TypeError(
                 "TimmFlowAttention needs num_heads, and this model gives none: its attn_layer weighs the channels of a "
-                f"ConvNet, where Flow-Attention is no substitute. {_SERVED}"
+                f"ConvNet, where Flow-Attention is no substitute. {_SUPPORTED_FAMILIES}"
             )
         super().__init__(dim, num_heads, **options)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """The tokens x (B, N, W) after attention.
+        """Return the tokens x (B, N, W) after attention.
 
         Args:
-            attn_mask: which tokens take part; a masked token takes part in nothing. (B, 1, 1, N) or (1, 1, 1, N), or
-                the pairs of tokens that both take part, (B, 1, N, N); bool, True = takes part, or a float mask to add.
+            attn_mask: padding mask, bool (True = takes part) or float (0, or -inf = masked): over tokens, (B, 1, 1, N)
+                or (1, 1, 1, N), or over pairs of unmasked tokens, (B, 1, N, N) or (1, 1, N, N). A masked token is
+                neither a query nor a key.
             is_causal: each token sees itself and the past.
         """
         mask = None if attn_mask is None else _token_mask(attn_mask, x)
@@ -66,7 +67,7 @@ class TimmFlowAttention(Attention):
             backend=None if self.fused_attn else "torch",
         )
         result = self.norm(self.attn_drop(result.transpose(1, 2).flatten(2)))
-        gate = getattr(self, "gate", None)  # timm has it since 1.0.28
+        gate = getattr(self, "gate", None)  # exists since timm 1.0.28
         if gate is not None:
             result = result * gate(x).sigmoid()
         return self.proj_drop(self.proj(result))
@@ -100,30 +101,30 @@ def _token_mask(attn_mask: Tensor, x: Tensor) -> Tensor:
     return tokens.expand(batch, length)
 
 
-_SERVED = (
+_SUPPORTED_FAMILIES = (
     "The families that take attn_layer=TimmFlowAttention are those of timm's own attention class: vision_transformer, "
     "vision_transformer_hybrid, deit, naflexvit and vitamin (a table is in docs/timm.md)."
 )
 
 
 def check_attention(model: nn.Module, name: str) -> None:
-    """Raise unless every block of a model that was asked for Flow-Attention has it."""
+    """Raise unless all attention modules of the model are TimmFlowAttention."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions or not all(isinstance(module, TimmFlowAttention) for module in attentions):
-        raise _not_served(name)
+        raise _unsupported_model(name)
 
 
-def _not_served(name: str) -> NotImplementedError:
+def _unsupported_model(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SERVED}"
+        f"{name} does not take attn_layer=TimmFlowAttention: it would run its own attention. {_SUPPORTED_FAMILIES}"
     )
 
 
 def _check_created_models() -> None:
-    """Make timm.create_model check the models it was asked to build with TimmFlowAttention.
+    """Make timm.create_model check that models built with attn_layer=TimmFlowAttention use it.
 
-    Up to timm 1.0.30 Swin and others silently ignore arguments they do not know and would keep their own attention.
-    create_model looks up its entry points in the registry that is wrapped here, however create_model was imported.
+    Up to timm 1.0.30, Swin and other models silently ignore unknown arguments and would keep their own attention. We
+    wrap the registry lookup inside create_model, so that the check works however create_model was imported.
     """
     lookup = _factory.model_entrypoint
 
@@ -141,7 +142,7 @@ def _check_created_models() -> None:
             except TypeError as error:
                 if not re.search("unexpected keyword argument.*attn_layer", str(error)):
                     raise
-                raise _not_served(model_name) from error
+                raise _unsupported_model(model_name) from error
             check_attention(model, model_name)
             return model
 

@@ -1,4 +1,4 @@
-"""Checkpoints of timm's ViT and DeiT, and of another image size, for the models registered here.
+"""Conversion of checkpoints for our timm models: from timm's ViT and DeiT, and from other image sizes.
 
 Shapes: N tokens, P tokens before the cells of the grid (the class token), W width.
 """
@@ -17,8 +17,8 @@ from ...models.vision import FlowformerVision
 if TYPE_CHECKING:
     from .flowformer import _TimmModel
 
-# timm's names of the parts of a block
-_PARTS = {
+# names of the parts of a block, in timm and here
+_BLOCK_PARTS = {
     "norm1": "attention_norm",
     "norm2": "mlp_norm",
     "attn.proj": "attention.out_proj",
@@ -28,14 +28,14 @@ _PARTS = {
 
 
 def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
-    """The weights under the names of `model`, with positions for its image size.
+    """Rename the weights to the names of `model`, and interpolate the positions to its image size.
 
-    Weights of timm's ViT and DeiT fill a `deit_*_flow` model. Of the hierarchical model they fill the stem, the patches
-    and their positions, if it has their width: load them with strict=False. Names that are not known stay as they are.
-    A grid of positions of another size is taken to be square.
+    Weights of timm's ViT and DeiT fill all of a `deit_*_flow` model. In the hierarchical model they fill only the stem,
+    that is the first patch embedding and the positions, which must have the same width; load them with strict=False.
+    Unknown names are kept. A grid of positions with another number of cells is assumed to be square.
     """
     if "pos_embed" in weights and "patch_embed.proj.weight" in weights:
-        weights = _stem(weights, model) if isinstance(model, FlowformerVision) else _deit(weights)
+        weights = _convert_stem(weights, model) if isinstance(model, FlowformerVision) else _convert_deit(weights)
     name, leading = "positions.weight", model.positions.leading
     if name in weights and weights[name].shape[0] != model.positions.weight.shape[0]:
         cells = weights[name].shape[0] - leading
@@ -46,12 +46,12 @@ def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
 
 
 def convert_hook(model, state_dict, prefix, *_) -> None:
-    """`convert`, whenever a state dict is loaded."""
+    """Hook of load_state_dict that applies `convert`."""
     weights = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
     state_dict.update({f"{prefix}{name}": value for name, value in convert(weights, model).items()})
 
 
-def _deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _convert_deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, value in weights.items():
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -64,14 +64,14 @@ def _deit(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif block is not None and block[2] == "attn.qkv":
             for each, part in zip("qkv", value.chunk(3), strict=True):
                 result[f"layers.{block[1]}.attention.{each}_proj.{block[3]}"] = part
-        elif block is not None and block[2] in _PARTS:
-            result[f"layers.{block[1]}.{_PARTS[block[2]]}.{block[3]}"] = value
+        elif block is not None and block[2] in _BLOCK_PARTS:
+            result[f"layers.{block[1]}.{_BLOCK_PARTS[block[2]]}.{block[3]}"] = value
         else:
             result[name] = value
     return result
 
 
-def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tensor]:
+def _convert_stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tensor]:
     ours = cast(nn.Conv2d, model.patch_embed[0]).weight
     patches = weights["patch_embed.proj.weight"]
     if patches.shape[:2] != ours.shape[:2]:
@@ -83,11 +83,12 @@ def _stem(weights: dict[str, Tensor], model: FlowformerVision) -> dict[str, Tens
         patches = resample_patch_embed(patches, list(ours.shape[2:]))
     positions = weights["pos_embed"][0]
     prefix = positions.shape[0] - math.isqrt(positions.shape[0]) ** 2
-    # timm's last norm and head have our names, but other widths
-    rest = {name: value for name, value in weights.items() if name.startswith("blocks.")}
+    # blocks stay as unexpected keys, which strict loading reports; timm's last norm and head are dropped, since they
+    # have the same names as ours but other widths
+    blocks = {name: value for name, value in weights.items() if name.startswith("blocks.")}
     return {
         "positions.weight": positions[prefix:],
         "patch_embed.0.weight": patches,
         "patch_embed.0.bias": weights["patch_embed.proj.bias"],
-        **rest,
+        **blocks,
     }

@@ -1,4 +1,4 @@
-"""The image classifiers of this package as timm's: its methods, its registry, its checkpoints.
+"""The image classifiers of this package as timm models: timm's methods, model registry and checkpoint loading.
 
 Shapes: B images, N tokens, P tokens before the cells of the grid (the class token), W width, H heads, D head_dim.
 """
@@ -36,12 +36,12 @@ __all__ = ["TimmFlowDeiT", "TimmFlowformer"]  # register_model adds the models
 
 
 class _TimmModel(ImageClassifier):
-    """What timm expects of a model, on top of an image classifier.
+    """Base class that adds the methods timm expects of a model to an image classifier.
 
     Args:
         config: as for the classifier; num_classes=0 leaves out the head.
-        global_pool: how tokens become features: "token" (the class token), "avg", "max", "avgmax", or "" for not at
-            all; None is the classifier's own.
+        global_pool: pooling of the tokens: "token" (the class token), "avg", "max", "avgmax", or "" for none; None is
+            the default of the model.
         drop_rate: dropout on the features.
     """
 
@@ -49,8 +49,8 @@ class _TimmModel(ImageClassifier):
     num_prefix_tokens: ClassVar[int]
     feature_info: list[dict[str, Any]]
     positions: GridPositions
-    norm: Any  # nn.LayerNorm, or nn.Identity where pruned
-    head: Any  # nn.Linear, or nn.Identity without classes
+    norm: Any  # nn.LayerNorm, or nn.Identity after pruning
+    head: Any  # nn.Linear, or nn.Identity if num_classes is 0
 
     def __init__(self, config: Any, *, global_pool: str | None = None, drop_rate: float = 0.0) -> None:
         super().__init__(replace(config, num_classes=max(config.num_classes, 1)))
@@ -62,22 +62,25 @@ class _TimmModel(ImageClassifier):
         if config.num_classes == 0:
             self.reset_classifier(0)
 
-    def _cut(self, depth: int) -> None:
-        """Keep the first entries of `feature_info` only."""
+    def _options(self) -> dict[str, Any]:
+        return {"global_pool": self.global_pool, "drop_rate": self.head_drop.p}
+
+    def _truncate(self, depth: int) -> None:
+        """Remove the stages or layers after the first `depth`."""
         raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The tokens (B, P + N, W) after the last norm."""
+        """Return the tokens (B, P + N, W) after the last norm."""
         return self.norm(self.intermediates(x)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """The logits of the tokens of `forward_features`, or with `pre_logits` what the head classifies."""
+        """Return the logits for the tokens of `forward_features`, or with `pre_logits` the input of the head."""
         x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=self.num_prefix_tokens)
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
 
     def features(self, images: Tensor) -> Tensor:
-        """What the head classifies, (B, W)."""
+        """Return the vectors that the head classifies, (B, W)."""
         return self.forward_head(self.forward_features(images), pre_logits=True)
 
     def forward_intermediates(
@@ -90,23 +93,23 @@ class _TimmModel(ImageClassifier):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ):
-        """The tokens after the last norm, and the feature maps on the way there.
+        """Return the tokens after the last norm, and intermediate feature maps.
 
         Args:
-            indices: which entries of `feature_info` to return; a number is that many from the end, None is all.
-            return_prefix_tokens: make each map a pair with the class token, (B, P, W).
-            norm: apply the last norm to maps of its width.
-            stop_early: compute no more than the maps need; the tokens are then those after the last of them.
+            indices: entries of `feature_info` to return; a number means that many from the end, None means all.
+            return_prefix_tokens: return each map as a pair with the class token, (B, P, W).
+            norm: apply the last norm to the maps that have its width.
+            stop_early: stop after the last of these maps; the returned tokens are then the tokens at that point.
             output_fmt: "NCHW", (B, W, rows, columns), or "NLC", (B, N, W).
             intermediates_only: return the maps without the tokens.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"unknown output_fmt {output_fmt!r}; accepted: 'NCHW' and 'NLC'.")
-        # mypy: timm says list where any sequence will do
+        # cast for mypy: timm annotates a list but accepts any sequence
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
         maps: list[Any] = []
-        result, kept = self.intermediates(x, taken, last if stop_early else None)
-        for tokens, grid in kept:
+        result, selected = self.intermediates(x, taken, last if stop_early else None)
+        for tokens, grid in selected:
             tokens = self.norm(tokens) if norm and tokens.shape[-1] == self.num_features else tokens
             prefix, cells = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
             cells = cells if output_fmt == "NLC" else cells.transpose(1, 2).unflatten(2, grid).contiguous()
@@ -121,9 +124,10 @@ class _TimmModel(ImageClassifier):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Any]:
-        """The feature maps of the last n entries of `feature_info`, or of those at n: DINO's name and arguments.
+        """Return feature maps, with DINO's method name and arguments.
 
         Args:
+            n: number of entries of `feature_info` from the end, or their indices.
             reshape: (B, W, rows, columns) instead of (B, N, W).
             return_prefix_tokens, norm: as for `forward_intermediates`.
         """
@@ -139,11 +143,11 @@ class _TimmModel(ImageClassifier):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Change the image size: positions are interpolated to it once, and learned from there.
+        """Change the image size: interpolate the positions once, and make the result the new parameter.
 
         Args:
-            img_size: one number, or rows and columns.
-            patch_size: must be that of the model.
+            img_size: side, or height and width.
+            patch_size: None or the patch size of the model, which cannot change.
         """
         patch = self.config.patch_size
         if patch_size not in (None, patch, (patch, patch)):
@@ -158,9 +162,9 @@ class _TimmModel(ImageClassifier):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what the feature maps at `indices` do not need, and return these indices counted from the start."""
+        """Remove the parts that the feature maps at `indices` do not need; return non-negative indices."""
         taken, last = feature_take_indices(len(self.feature_info), cast(list[int], indices))
-        self._cut(last + 1)
+        self._truncate(last + 1)
         self.feature_info = self.feature_info[: last + 1]
         if prune_norm:
             self.norm = nn.Identity()
@@ -169,29 +173,29 @@ class _TimmModel(ImageClassifier):
         return taken
 
     def get_classifier(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head, and the pooling if given; num_classes=0 removes the head."""
+        """Replace the head, and the pooling if `global_pool` is given; num_classes=0 removes the head."""
         if global_pool is not None:
             self._set_pool(global_pool)
         self.config = replace(self.config, num_classes=num_classes)
         self.num_classes = num_classes
         self.head = nn.Identity()
         if num_classes:
-            like = next(self.parameters())
-            head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            parameter = next(self.parameters())
+            head = nn.Linear(self.num_features, num_classes, device=parameter.device, dtype=parameter.dtype)
             nn.init.trunc_normal_(head.weight, std=STD)
             nn.init.zeros_(head.bias)
             self.head = head.train(self.training)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the inputs of each layer in training, and compute the rest again in the backward pass."""
+        """Enable or disable gradient checkpointing of each layer."""
         self.gradient_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay, besides those of one dimension, which timm leaves out by itself."""
+        """Names of parameters without weight decay; timm itself excludes one-dimensional parameters."""
         return {"positions.weight", "class_token"}
 
     def _set_pool(self, name: str) -> None:
@@ -204,7 +208,7 @@ class _TimmModel(ImageClassifier):
 
 
 class TimmFlowformer(_TimmModel, FlowformerVision):
-    """`flowformer.models.FlowformerVision` with timm's methods; a feature map for each of its stages.
+    """`flowformer.models.FlowformerVision` with timm's methods; one feature map per stage.
 
     >>> model = TimmFlowformer(PRESETS["cifar"])
     >>> [tuple(each.shape) for each in model.forward_intermediates(torch.randn(1, 3, 32, 32), intermediates_only=True)]
@@ -222,12 +226,12 @@ class TimmFlowformer(_TimmModel, FlowformerVision):
             for i, width in enumerate(config.channels)
         ]
 
-    def _cut(self, depth: int) -> None:
+    def _truncate(self, depth: int) -> None:
         self.patch_embed = self.patch_embed[:depth]
         self.stages = self.stages[:depth]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Groups of parameters for layer-wise learning-rate decay."""
+        """Return timm's patterns of parameter groups for layer-wise learning-rate decay."""
         fine = [(r"^patch_embed\.(\d+)", (0,)), (r"^stages\.(\d+)\.(\d+)", None), (r"^norm", (99999,))]
         return {
             "stem": r"^positions|^patch_embed\.0",
@@ -236,7 +240,7 @@ class TimmFlowformer(_TimmModel, FlowformerVision):
 
 
 class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
-    """`flowformer.models.FlowformerDeiT` with timm's methods; a feature map for each of its layers.
+    """`flowformer.models.FlowformerDeiT` with timm's methods; one feature map per layer.
 
     >>> model = TimmFlowDeiT(DeiTConfig(image_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3), drop_rate=0.1)
     >>> model.forward_features(torch.randn(1, 3, 32, 32)).shape
@@ -254,26 +258,26 @@ class TimmFlowDeiT(_TimmModel, FlowformerDeiT):
             for i in range(config.depth)
         ]
 
-    def _cut(self, depth: int) -> None:
+    def _truncate(self, depth: int) -> None:
         self.layers = self.layers[:depth]
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Groups of parameters for layer-wise learning-rate decay."""
+        """Return timm's patterns of parameter groups for layer-wise learning-rate decay."""
         return {
             "stem": r"^class_token|^positions|^patch_embed",
             "blocks": [(r"^layers\.(\d+)", None), (r"^norm", (99999,))],
         }
 
 
-# timm's names of what a config calls otherwise; all other fields of a config keep their names
-_FIELDS = {
+# config fields that have another name in timm
+_TIMM_TO_CONFIG = {
     "img_size": "image_size",
     "in_chans": "in_channels",
     "proj_drop_rate": "dropout",
     "drop_path_rate": "drop_path",
 }
-# what timm and `_build` take besides; named where an argument is unknown
-_OPTIONS = ("pretrained", "features_only", "out_indices", "global_pool", "drop_rate", "device", "dtype")
+# further arguments of timm and `_build`, for the error about an unknown argument
+_OTHER_ARGUMENTS = ("pretrained", "features_only", "out_indices", "global_pool", "drop_rate", "device", "dtype")
 
 
 def _build(
@@ -286,15 +290,15 @@ def _build(
     dtype: torch.dtype | None = None,
     **changes,
 ) -> _TimmModel:
-    """A model of the preset with some fields changed, under timm's names or the config's."""
-    accepted = (*_OPTIONS, *_FIELDS, *vars(preset))
+    """Build a model from a preset; `changes` are config fields, under timm's names or ours."""
+    accepted = (*_OTHER_ARGUMENTS, *_TIMM_TO_CONFIG, *vars(preset))
     for name in changes:
         if name not in accepted:
             raise TypeError(
                 f"{model_class.__name__} has no argument {name!r}{suggestion(name, accepted)}; accepted: "
                 f"{', '.join(accepted)}."
             )
-    fields = {_FIELDS.get(name, name): value for name, value in changes.items()}
+    fields = {_TIMM_TO_CONFIG.get(name, name): value for name, value in changes.items()}
     if "image_size" in fields:
         fields["image_size"] = _image_size(fields["image_size"])
     config = config_from(type(preset), vars(preset) | fields)
@@ -302,7 +306,7 @@ def _build(
 
 
 def _image_size(size: int | Sequence[int]) -> int | tuple[int, int]:
-    """One number where both sides are equal."""
+    """Normalise an image size: one number if both sides are equal."""
     if isinstance(size, int):
         return size
     rows, columns = size
@@ -310,8 +314,8 @@ def _image_size(size: int | Sequence[int]) -> int | tuple[int, int]:
 
 
 def _create(name: str, pretrained: bool, preset: VisionConfig | DeiTConfig, **options) -> nn.Module:
-    model_class, maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
-    feature_cfg = {"out_indices": options.pop("out_indices", maps), "feature_cls": "getter"}
+    model_class, num_maps = (TimmFlowformer, 4) if isinstance(preset, VisionConfig) else (TimmFlowDeiT, 3)
+    feature_cfg = {"out_indices": options.pop("out_indices", num_maps), "feature_cls": "getter"}
     return build_model_with_cfg(
         partial(_build, model_class, preset),
         name,
@@ -355,7 +359,7 @@ default_cfgs = generate_default_cfgs(
 
 @register_model
 def flowformer_patch4_224(pretrained: bool = False, **options) -> nn.Module:
-    """The paper's four-stage model as its code was released, with 12 heads."""
+    """The paper's four-stage model with 12 heads, as in the released code."""
     return _create("flowformer_patch4_224", pretrained, PRESETS["imagenet"], **options)
 
 

@@ -175,7 +175,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
             ).to(self._device())
             self._learn(encoder, series)
             represented = self._outputs(encoder, series).cpu().double().numpy()
-        self._keep(encoder)
+        self._store_model(encoder)
         self.machine_ = self._machine(y, random).fit(represented, y)
         return self
 
