@@ -14,16 +14,17 @@ from .mlp import descend
 
 
 class DecisionTransformer:
-    """The model of the paper with softmax attention, with the settings of the recipes "d4rl/…".
+    """The paper's model with softmax attention, trained with the settings of the recipes "d4rl/…".
 
-    Windows are drawn with replacement. `flowformer train d4rl/… attention=softmax` goes through them in epochs, with
-    checkpoints and evaluations on the way.
+    Windows are drawn with replacement, without checkpoints or evaluations during training. In contrast, `flowformer
+    train d4rl/… attention=softmax` sees each window once per epoch, and has checkpoints and evaluations.
 
     Args:
         windows: the recorded episodes.
-        device: where to learn.
-        batch_size, learning_rate, warmup: windows of an update, the rate, and the updates over which it rises.
-        sizes: of `DecisionConfig`.
+        device: the device for training.
+        batch_size: windows in one update.
+        learning_rate, warmup: learning rate, and number of updates over which it rises from 0.
+        sizes: fields of `DecisionConfig`.
     """
 
     def __init__(
