@@ -43,6 +43,12 @@ def classifiers() -> list[str]:
     return list(_CLASSES)
 
 
+def classifier_options(name: str) -> list[str]:
+    """The options that `classifier` accepts for a name."""
+    check_choice("classifier", name, _CLASSES)
+    return [option for option in inspect.signature(_CLASSES[name]()).parameters if option != "random_state"]
+
+
 def classifier(name: str, *, random_state: int | np.random.RandomState | None = None, **options: Any) -> BaseClassifier:
     """Build a classifier by name, as an estimator of aeon: fit, predict, predict_proba, score.
 
@@ -62,10 +68,8 @@ def classifier(name: str, *, random_state: int | np.random.RandomState | None = 
     >>> classifier("dtw").fit(series, np.array(["a", "b", "a", "b"])).predict(series)
     array(['a', 'b', 'a', 'b'], dtype='<U1')
     """
-    check_choice("classifier", name, _CLASSES)
+    check_options(name, options, classifier_options(name))
     build = _CLASSES[name]()
-    accepted = inspect.signature(build).parameters
-    check_options(name, options, [option for option in accepted if option != "random_state"])
-    seed = {"random_state": random_state} if "random_state" in accepted else {}
+    seed = {"random_state": random_state} if "random_state" in inspect.signature(build).parameters else {}
     built = build(**_DEFAULTS.get(name, {}) | seed | options)
     return _padded(built) if name in _ONE_LENGTH else built

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import data
-from ..._utils import check_between, check_choice, write_atomically
+from ..._utils import check_between, check_choice, check_options, write_atomically
 from ...data import Splits
 from .. import recipes, tasks
 from ..claims import claimed
@@ -105,6 +105,8 @@ def configure(
     if method == "dt":
         return override(config, ["attention=softmax", f"seed={seed}", *assignments])
     shared = {*config.data_options, *(f"data_options.{key}" for key in config.data_options), "final_episodes"}
+    if any(assignment.partition("=")[0] in ("seed", "random_state") for assignment in assignments):
+        raise ValueError(f"the seed is no option of {method}; pass it as --seed, or as the argument seed.")
     of_recipe = [assignment for assignment in assignments if assignment.partition("=")[0] in shared]
     config = override(config, of_recipe)
     options = dict(_option(assignment) for assignment in assignments if assignment not in of_recipe)
@@ -145,6 +147,7 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
     config_file, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
     if (folder / RESULT).exists() or (config_file.exists() and config_file.read_text() != text):
         raise FileExistsError(_FOLDER_TAKEN.format(folder))
+    _check_options(config)
     splits = data.load(config.data, data_dir, **config.data_options)
     device = _device(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,6 +180,20 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
     }
     write_atomically(folder / RESULT, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def _check_options(config: MethodConfig) -> None:
+    """Raise unless the method has all options, before a config.json is written that would reserve the folder."""
+    if config.task == "series":
+        from .classifiers import classifier_options
+
+        accepted: list[str] | None = classifier_options(config.method)
+    else:
+        from .policies import policy_options
+
+        accepted = policy_options(config.method)
+    if accepted is not None:
+        check_options(config.method, config.options, accepted)
 
 
 def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:

@@ -37,6 +37,13 @@ def policies() -> list[str]:
     return list(LEARNERS)
 
 
+def policy_options(name: str) -> list[str] | None:
+    """The options that `policy` accepts for a name; None if the method checks its options itself."""
+    check_choice("policy", name, LEARNERS)
+    arguments = inspect.getfullargspec(LEARNERS[name])
+    return ["steps", "device", *arguments.kwonlyargs] if arguments.varkw is None else None
+
+
 def policy(
     name: str,
     windows: Windows,
@@ -60,10 +67,9 @@ def policy(
         report: called after each update with its number and its loss.
         options: options of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
     """
-    check_choice("policy", name, LEARNERS)
-    known = inspect.getfullargspec(LEARNERS[name])
-    if known.varkw is None:
-        check_options(name, options, ["steps", "device", *known.kwonlyargs])
+    accepted = policy_options(name)
+    if accepted is not None:
+        check_options(name, options, accepted)
     check_positive(steps=steps)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
