@@ -131,11 +131,11 @@ class Task:
 
     def tokens(self, batch: Batch) -> int | Tensor:
         """The number of tokens of a batch without padding; as a tensor on the device, to avoid a synchronisation."""
-        masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
-        if masks:
-            return sum(mask.sum() for mask in masks)
-        first = batch[self.inputs[0]]
-        return len(first) * first.shape[1]
+        # each sequence of a pair has its own mask, and only if it is padded
+        masks = {"first": "first_mask", "second": "second_mask"} if "first" in batch else {self.inputs[0]: "mask"}
+        return sum(
+            batch[mask].sum() if mask in batch else math.prod(batch[key].shape[:2]) for key, mask in masks.items()
+        )
 
 
 class Classification(Task):
@@ -175,12 +175,7 @@ class Classification(Task):
                 metric.update(predicted, label)
 
     def tokens(self, batch: Batch) -> int | Tensor:
-        pairs = [batch[key] for key in self.inputs if key in ("first", "second")]
-        if "image" in batch:
-            return len(batch["image"])
-        if pairs and "first_mask" not in batch:
-            return sum(x.numel() for x in pairs)
-        return super().tokens(batch)
+        return len(batch["image"]) if "image" in batch else super().tokens(batch)
 
 
 def _accuracy(classes: int, top_k: int = 1) -> Metric:
