@@ -51,7 +51,8 @@ def save(
     final = folder / f"step-{progress['step']:08d}"
     temporary = folder / f".{final.name}.part"
     if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for incomplete in folder.glob(".step-*.part"):  # left by a crash, perhaps at another step
+            shutil.rmtree(incomplete, ignore_errors=True)
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
