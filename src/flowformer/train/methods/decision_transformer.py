@@ -10,6 +10,7 @@ from torch import Tensor
 from ...data.offline_rl import Windows
 from ...data.splits import collate
 from ...models.decision import DecisionConfig, FlowformerDecision
+from ..optim import Schedule
 from .mlp import descend
 
 
@@ -42,7 +43,8 @@ class DecisionTransformer:
         config = DecisionConfig(*dims, window=windows.window, attention="softmax", **sizes)
         self.model = FlowformerDecision(config).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, weight_decay=1e-4)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, step / warmup))
+        factor = Schedule("constant", warmup=warmup).rate
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(1.0, step, steps=0))
 
     def update(self) -> Tensor:
         rows = torch.randint(len(self.windows), (self.batch_size,)).tolist()
