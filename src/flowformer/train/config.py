@@ -193,7 +193,9 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
 def load(path: Path) -> TrainConfig:
     fields = read_json(path)
     if "recipe" not in fields:
-        raise ValueError(f"{path} is not of a run, but has {', '.join(fields)}. Pass the folder of a run.")
+        raise ValueError(
+            f"{path} is not the config of a run: its keys are {', '.join(fields)}. Pass the folder of a run."
+        )
     return from_dict(fields)
 
 
@@ -270,7 +272,7 @@ def _resolve(config: TrainConfig, key: str) -> str:
     if matches:
         raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
     if key.removeprefix("model.") in BY_DATA:
-        raise ValueError(f"{key!r} cannot be set: it is what the data of {config.recipe} have.")
+        raise ValueError(f"{key!r} cannot be set: the data of {config.recipe} determine it.")
     parts = [name for name in known if f".{key}." in f".{name}"]
     if parts:
         raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")

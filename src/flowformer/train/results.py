@@ -236,7 +236,7 @@ def _read_csv(path: Path) -> Iterable[Row]:
         for row in reader:
             try:
                 if None in row or None in row.values():
-                    raise ValueError(f"it has not {len(reader.fieldnames or ())} columns")
+                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns")
                 yield _typed({name: row[name] for name in _COLUMNS})
             except ValueError as error:
                 raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
