@@ -26,7 +26,7 @@ ALIGNMENT = 16  # bytes; a multiple of the size of every dtype, so that a slice 
 
 
 class MicroBatches(Sampler[tuple[int, list[int]]]):
-    """The micro-batches of one rank from step `start` to `stop`: pairs of the global number and the example indices.
+    """The micro-batches of one rank from step `start` to `stop`, as pairs of a global number and example indices.
 
     The order of an epoch is a permutation drawn from the seed and the epoch, the same on every rank. With `replacement`
     the examples are drawn independently instead. With `repeats` the copies of an example are adjacent in the order, and
@@ -102,7 +102,7 @@ class PackedBatch:
         self.block = torch.cat([torch.nn.functional.pad(x, (0, -len(x) % ALIGNMENT)) for x in flat])
 
     def pin_memory(self) -> PackedBatch:
-        """Called by the DataLoader."""
+        """Pin the block of memory; the DataLoader calls this."""
         self.block = self.block.pin_memory()
         return self
 

@@ -46,7 +46,7 @@ def save(
 
     Args:
         progress: JSON values, among them "step".
-        keep: how many of the newest checkpoints are kept.
+        keep: number of checkpoints to keep; older ones are deleted.
     """
     final = folder / f"step-{progress['step']:08d}"
     temporary = folder / f".{final.name}.part"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 CLAIM = "claim.json"
-HEARTBEAT = 5.0  # seconds
+HEARTBEAT = 5.0  # seconds between heartbeats
 STALE = 120.0  # seconds without a heartbeat after which a claim expires
 PARENT = "FLOWFORMER_PARENT"  # environment variable with the pid of the queue that started this process
 _RESERVED = "reserved"
@@ -84,7 +84,7 @@ def is_queued() -> bool:
 
 
 def reserve(folder: Path) -> dict[str, Any] | None:
-    """Reserve a folder for a child process that is about to start; if the folder has an owner, only return the owner.
+    """Reserve a folder for a child process that is about to start, unless it has an owner, which is then returned.
 
     A reservation has no heartbeat, so it expires after `STALE` seconds unless the child claims the folder.
     """
@@ -174,7 +174,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> dict[str, str]:
-    """The host, and an identifier of its boot and pid namespace: pids are comparable only within the same of both."""
+    """The host, and an identifier of its boot and pid namespace, outside of which a pid may be another process."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):

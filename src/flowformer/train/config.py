@@ -56,7 +56,7 @@ class TrainConfig:
         drop_last: leave out the incomplete batch at the end of an epoch.
         replacement: draw examples with replacement, instead of each once per epoch.
         repeats: copies of an example in its batch, each with its own augmentation (repeated augmentation; 3 for DeiT).
-            The length of an epoch stays, so it has fewer distinct examples.
+            An epoch keeps its length, so it has fewer distinct examples.
         eval_every, eval_epochs: updates or epochs between evaluations; eval_every takes precedence unless it is None.
             There is always an evaluation after the last update.
         eval_batch_size: batch size of evaluations; None for batch_size.
@@ -73,11 +73,11 @@ class TrainConfig:
         graphs: whether to replay updates as CUDA graphs, on one GPU without accumulation: faster if launching kernels
             takes longer than running them. The model must not draw random numbers on the CPU. With graphs, torch
             computes the rectification of RAdam in float32: losses differ by less than 1 % in the first updates.
-        on_device: whether to keep data sets that fit in GPU memory, where batches are gathered without workers.
+        on_device: whether to keep a small data set in GPU memory and gather batches there, without workers.
         seed: seed of the parameters, the order of the data and dropout.
         workers: worker processes that read data, limited to the number of cores.
         log_every, checkpoint_every: updates between lines of the log, and between checkpoints.
-        keep: number of checkpoints to keep, the newest.
+        keep: number of checkpoints to keep; older ones are deleted.
     """
 
     recipe: str

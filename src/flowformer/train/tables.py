@@ -294,7 +294,11 @@ _RL_METHODS = (
 
 
 def _games(versions: dict[str, str | None]) -> tuple[Column, ...]:
-    """The nine data sets. A version of the data is given for an environment whose data we generated ourselves."""
+    """The nine data sets.
+
+    Args:
+        versions: by environment, the version of data that we generated ourselves; None for the data of D4RL.
+    """
     return tuple(
         Column(
             f"{environment} {quality}",
