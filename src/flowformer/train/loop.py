@@ -271,6 +271,8 @@ class Trainer:
         record = self._evaluate(self.config.select_on)
         best = self.progress.best
         sign = 1 if self.task.higher_is_better else -1
+        if best is not None and math.isnan(best[self.task.metric]):
+            best = None  # NaN compares as False, so no later score would replace it
         if best is None or sign * record[self.task.metric] > sign * best[self.task.metric]:
             self.progress.best = record
             self._write_model("best")
