@@ -134,7 +134,7 @@ class TestAfterwards:
 
     def test_eval_of_a_folder_inside_a_run(self, run):
         output = flowformer("eval", run[0] / "final", fails=True)
-        assert "config.json is not of a run, but has model," in output
+        assert "config.json is not the config of a run: its keys are model," in output
         assert "Pass the folder of a run" in output
 
     def test_plot(self, run, tmp_path):

@@ -329,6 +329,12 @@ class TestCommand:
         assert "has a run already" in flowformer(*arguments, "n_estimators=2", fails=True)
         assert json.loads(flowformer(*arguments, "n_estimators=1"))["attention"] == "xgboost"
 
+    def test_a_misspelt_option_does_not_take_the_folder(self, tmp_path):
+        arguments = ("fit", "uea/JapaneseVowels", "xgboost", "--out", tmp_path / "run", "--json")
+        for wrong in ("n_estimator=1", "name=dtw"):
+            assert f"xgboost has no option '{wrong.partition('=')[0]}'" in flowformer(*arguments, wrong, fails=True)
+        assert json.loads(flowformer(*arguments, "n_estimators=1"))["attention"] == "xgboost"
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -342,6 +348,10 @@ class TestCommand:
             ),
             (["uea/JapaneseVowels", "lstm", "epochs=3"], "lstm has no option 'epochs' (did you mean 'n_epochs'?)"),
             (["uea/JapaneseVowels", "lstm", "device=gpu"], "device 'gpu' is not there; accepted: auto, cpu"),
+            (["uea/JapaneseVowels", "rocket", "seed=3"], "the seed is no option of rocket; pass it as --seed"),
+            (["uea/JapaneseVowels", "rocket", "random_state=3"], "the seed is no option of rocket; pass it as --seed"),
+            (["d4rl/hopper-medium", "bc", "seed=3"], "the seed is no option of bc; pass it as --seed"),
+            (["d4rl/hopper-medium", "bc", "report=3"], "bc has no option 'report'; accepted: steps, device, best"),
             (["uea/JapaneseVowels", "rocket", "--seed", "-1"], "seed must be from 0 to 4294967295, got -1"),
             (["uea/Heartbeat", "rocket"], "UEA Heartbeat is missing"),
         ],

@@ -23,6 +23,7 @@ from flowformer.train.loop import Interrupted
 from flowformer.train.methods import fit
 from flowformer.train.methods.awac import AWAC, Transitions
 from flowformer.train.methods.behaviour_cloning import BehaviourCloning
+from flowformer.train.methods.decision_transformer import DecisionTransformer
 from flowformer.train.methods.mlp import MLPConfig, MLPPolicy
 from flowformer.train.methods.policies import policies, policy
 
@@ -265,6 +266,18 @@ class TestPolicies:
             policy("awc", bandit())
         with pytest.raises(ValueError, match="steps must be a positive whole number, got 0"):
             policy("bc", bandit(), steps=0)
+
+    def test_the_decision_transformer_may_start_without_warmup(self):
+        """The rate is then constant; with a warm-up it starts from 0."""
+        for warmup, factors in ((0, [1, 1, 1, 1]), (2, [0, 0.5, 1, 1])):
+            learner = DecisionTransformer(
+                Windows(episodes(), 2), CPU, **{**TINY["dt"], "warmup": warmup}, learning_rate=0.01
+            )
+            rates = []
+            for _ in factors:
+                rates.append(learner.optimizer.param_groups[0]["lr"])
+                learner.update()
+            assert rates == pytest.approx([0.01 * factor for factor in factors])
 
     @pytest.mark.parametrize("name", TINY)
     def test_plays_the_same_episodes_in_every_autoreset_mode(self, name):

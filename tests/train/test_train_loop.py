@@ -18,7 +18,7 @@ from flowformer.data import DataInfo, Splits
 from flowformer.models import (
     FlowformerTimeSeries,
 )
-from flowformer.train import record
+from flowformer.train import loop, record
 from flowformer.train.config import Schedule
 from flowformer.train.loop import Trainer, train
 
@@ -57,6 +57,14 @@ class TestRun:
         tested = {each["model"]: each for each in evaluations(folder) if each["split"] == "test"}
         for which in ("final", "best"):
             assert result[which]["accuracy"] == tested[which]["accuracy"]
+
+    def test_a_best_evaluation_that_is_nan_is_replaced(self, tmp_path, monkeypatch):
+        """A loss may overflow while the parameters are finite; the first finite score replaces it."""
+        scores = iter([math.nan, 0.2, math.nan, 0.4, 0.3] + [0.0] * 9)
+        monkeypatch.setattr(loop, "evaluate", lambda *arguments: {"accuracy": next(scores), "loss": 1.0})
+        result = train(replace(CONFIG, eval_every=5), tmp_path, splits=SERIES)
+        assert [each["step"] for each in evaluations(tmp_path) if each["split"] == "valid"] == [5, 10, 15, 20, 24]
+        assert result["best"]["step"] == 20
 
     def test_writes_what_a_result_needs(self, finished):
         folder, result = finished

@@ -330,7 +330,7 @@ def test_a_full_disk_is_said_before_anything_is_started(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_stops_the_queue(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "_message", lambda log, code: os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(reproduce, "_failure_reason", lambda log, code: os.strerror(errno.ENOSPC))
     monkeypatch.setattr(sys, "executable", "false")
     made = queue(tmp_path, job(tmp_path, "train", "x"), job(tmp_path, "train", "x", name="b"))
     made.run()

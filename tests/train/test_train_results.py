@@ -249,8 +249,8 @@ class TestTable:
                 fields = to_dict(config) if isinstance(config, TrainConfig) else config.to_dict()
                 row = {"recipe": config.recipe, "attention": cell.method.name}
                 row["overrides"] = " ".join(differences(fields))
-                assert summary._is_of(cell, row), cell.name
-                assert summary._beyond(cell, row) == ([], []), cell.name
+                assert summary._belongs_to(cell, row), cell.name
+                assert summary._extra_overrides(cell, row) == ([], []), cell.name
 
     @pytest.mark.parametrize("more", [[], ["precision=tf32"], ["steps=5"]])
     def test_a_run_is_in_the_table_that_it_differs_from_least(self, tmp_path, more):

@@ -116,6 +116,7 @@ class TestResume:
             log.write('{"kind": "train", "step": 6, "lo')
         train(CONFIG, folder, splits=SERIES, resume=True)
         assert losses(folder) == losses(finished[0])
+        assert not list((folder / "checkpoints").glob(".*")), "the next checkpoint deletes it: it has the size of one"
 
     def test_a_rate_that_graphs_have_put_on_the_device(self, tmp_path):
         """Updates captured as CUDA graphs read the learning rate from a tensor; a run that resumes has none yet."""

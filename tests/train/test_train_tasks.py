@@ -91,6 +91,13 @@ def test_language_scores_each_token_once():
     assert task.count(batch) == 3
 
 
+@pytest.mark.parametrize("padded", [(), ("first",), ("second",), ("first", "second")])
+def test_tokens_of_pairs_are_counted_without_padding(padded):
+    masks = {f"{name}_mask": torch.tensor([[True] * 5, [True] * 3 + [False] * 2]) for name in padded}
+    pairs = {name: torch.ones(2, 5, dtype=torch.long) for name in ("first", "second")}
+    assert tasks.get("pairs").tokens({**pairs, **masks}) == 20 - 2 * len(padded)
+
+
 @pytest.mark.parametrize(("task", "lacks"), [("series", "series"), ("pairs", "first, second"), ("decision", "states")])
 def test_data_of_another_kind_are_refused(task, lacks):
     cases, _, _ = random_cases("tokens")

@@ -1,1 +1,1 @@
-"""From data to result: configs, recipes, tasks, the loop, and the tables of results."""
+"""Training: configs, recipes, tasks, the training loop, and the tables of results."""

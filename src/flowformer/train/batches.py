@@ -1,7 +1,7 @@
-"""Batches: in which order examples come, with which random augmentation, and how workers hand them to the loop.
+"""Batches of a run: the order of the examples, the seed of their random augmentation, and the worker processes.
 
-The order and the augmentation are functions of the seed and the step alone, so that a resumed run sees what the whole
-run would have seen.
+The order and the augmentation depend only on the seed and the step, so that a resumed run sees the same batches as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from .._utils import cores
 from .config import TrainConfig
 from .tasks import Batch
 
-ALIGNMENT = 16  # bytes; every dtype can begin at a multiple of it
+ALIGNMENT = 16  # bytes; a multiple of the size of every dtype, so that a slice can be viewed as any of them
 
 
 class MicroBatches(Sampler[tuple[int, list[int]]]):
-    """The micro-batches of one rank, from step `start` to `stop`: the number of each, and the indices of its examples.
+    """The micro-batches of one rank from step `start` to `stop`, as pairs of a global number and example indices.
 
-    An epoch is a permutation drawn from the seed and the number of the epoch, the same on every rank. With replacement,
-    it is as many independent draws. Repeated examples follow one another, and the ranks share them.
+    The order of an epoch is a permutation drawn from the seed and the epoch, the same on every rank. With `replacement`
+    the examples are drawn independently instead. With `repeats` the copies of an example are adjacent in the order, and
+    the ranks divide them up.
     """
 
     def __init__(self, length: int, config: TrainConfig, start: int, stop: int, rank: int, world_size: int) -> None:
@@ -88,7 +89,7 @@ class SeededItems(Dataset):
 
 
 class PackedBatch:
-    """A batch in one block of memory. Each tensor that a worker sends costs the loop a fixed time, so it sends one.
+    """A batch in one block of memory, since the main process pays a fixed cost for each tensor that a worker sends.
 
     >>> batch = {"tokens": torch.tensor([[3, 4]]), "mask": torch.tensor([[True, False]])}
     >>> PackedBatch(batch).unpack()
@@ -101,19 +102,19 @@ class PackedBatch:
         self.block = torch.cat([torch.nn.functional.pad(x, (0, -len(x) % ALIGNMENT)) for x in flat])
 
     def pin_memory(self) -> PackedBatch:
-        """Called by the DataLoader."""
+        """Pin the block of memory; the DataLoader calls this."""
         self.block = self.block.pin_memory()
         return self
 
     def unpack(self) -> Batch:
         """The tensors, as views of the block."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         start = 0
         for name, dtype, shape in self.layout:
             stop = start + shape.numel() * dtype.itemsize
-            found[name] = self.block[start:stop].view(dtype).view(shape)
+            tensors[name] = self.block[start:stop].view(dtype).view(shape)
             start = stop + -stop % ALIGNMENT
-        return found
+        return tensors
 
 
 def load_batches(
@@ -126,7 +127,7 @@ def load_batches(
     """The batches in a given order, prefetched by worker processes and in pinned memory for a CUDA device.
 
     Args:
-        workers: at most; more than there are cores would take turns on them.
+        workers: number of worker processes, limited to the number of cores.
     """
     loader = DataLoader(
         dataset,
@@ -135,7 +136,7 @@ def load_batches(
         num_workers=min(workers, cores()),
         worker_init_fn=_ignore_interrupts,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # without one, starting workers would draw from the random numbers of the run
+        generator=torch.Generator(),  # otherwise the loader draws the workers' seed from the run's generator
     )
     return map(PackedBatch.unpack, loader)
 
@@ -145,5 +146,5 @@ def _pack(collate: Callable[[list[Any]], Batch], items: list[Any]) -> PackedBatc
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; only the loop handles it, and then stops its workers."""
+    """Ignore Ctrl-C in a worker: it reaches every process of the terminal, but the main process stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The Long-Range Arena's own settings of each rival: what `preset=benchmark` puts in the place of the recipe's.
+"""The Long-Range Arena's settings for each rival attention, which `preset=benchmark` applies to a recipe.
 
-The paper copies the scores of its rivals from that benchmark, where depth, width and heads differ from model to model
-and from those of the Flowformer. A recipe has one size for all attentions; this is the other comparison.
+The paper copies the scores of its rivals from that benchmark, where depth, width and number of heads differ between
+the rivals, and from the Flowformer. Without the preset, a recipe has one size for all attentions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
     mlp_dim: int
 
 
-# the rivals of the benchmark and the options of their attentions
+# options of the attentions that the benchmark compares
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "local": {"window": 50},
@@ -76,10 +76,10 @@ RATES = {"listops": 0.05, "text": 0.05, "retrieval": 0.05, "image": 5e-4, "pathf
 
 
 def benchmark(config: TrainConfig) -> TrainConfig:
-    """The config with the benchmark's sizes, options and rate for its attention.
+    """Return the config with the benchmark's model size, attention options and learning rate for its attention.
 
-    Defects of the benchmark's code are not reproduced: blocks are contiguous, and BigBird on images has the four heads
-    that a misspelt setting asks for. The sinusoids and the padding are those of the recipe.
+    Defects of the benchmark's code are not reproduced: blocks are contiguous, and BigBird on images has four heads,
+    which the benchmark sets under a misspelt key. Positions and padding stay as in the recipe.
     """
     task = {"acl": "retrieval"}.get(config.recipe, config.recipe.partition("@")[0].removeprefix("lra/"))
     model = config.model
@@ -87,7 +87,7 @@ def benchmark(config: TrainConfig) -> TrainConfig:
         raise ValueError(
             f"{config.recipe} is not of the Long-Range Arena; preset=benchmark is for {', '.join(RATES)} and acl."
         )
-    # two random features on ListOps, deterministic ones elsewhere
+    # the benchmark's Performer has two random features on ListOps, and ReLU features (performer-relu) elsewhere
     options = {**OPTIONS, "performer": {"features": 2}} if task == "listops" else OPTIONS
     if model.attention not in options:
         raise ValueError(
@@ -99,11 +99,11 @@ def benchmark(config: TrainConfig) -> TrainConfig:
     else:
         sizes = {"image": IMAGE, "pathfinder": PATHFINDER}[task][model.attention]
         chosen |= {"local": {"window": 64}, "sinkhorn": {"block": 64}}.get(model.attention, {})
-    own = MODEL.get((task, model.attention), {})
+    model_changes = MODEL.get((task, model.attention), {})
     decay = WEIGHT_DECAY.get((task, model.attention), config.optimiser.weight_decay)
     return replace(
         config,
         preset="benchmark",
-        model=replace(model, **sizes._asdict(), **own, attention_options=chosen),
+        model=replace(model, **sizes._asdict(), **model_changes, attention_options=chosen),
         optimiser=replace(config.optimiser, lr=RATES[task], weight_decay=decay),
     )

@@ -1,7 +1,7 @@
 """Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically.
 
-Parameters and optimiser are written by torch.distributed.checkpoint, each rank its shard, so that a run can be resumed
-with another number of processes, with or without sharding.
+Parameters and optimiser state are written by torch.distributed.checkpoint, where each rank writes its shard, so that a
+run can be resumed with another number of processes, with or without sharding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROGRESS, _STATE = "progress.json", "state"
 
 
 class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint changed after it was written; the message names it and says how to go on."""
+    """A file of a checkpoint changed after it was written; the message names it and says how to continue."""
 
 
 def save(
@@ -42,38 +42,44 @@ def save(
     progress: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write parameters, optimiser, scaler, random states and progress to folder/step-…; all ranks must call it."""
+    """Write parameters, optimiser state, scaler, random states and progress to folder/step-…; all ranks must call it.
+
+    Args:
+        progress: JSON values, among them "step".
+        keep: number of checkpoints to keep; older ones are deleted.
+    """
     final = folder / f"step-{progress['step']:08d}"
-    aside = folder / f".{final.name}.part"
+    temporary = folder / f".{final.name}.part"
     if accelerator.is_main_process:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        for incomplete in folder.glob(".step-*.part"):  # left by a crash, perhaps at another step
+            shutil.rmtree(incomplete, ignore_errors=True)
+        temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        with _quietly():
-            dcp.save(_state(objective, optimiser), checkpoint_id=aside / _STATE, no_dist=not dist.is_initialized())
+        with _without_warning():
+            dcp.save(_state(objective, optimiser), checkpoint_id=temporary / _STATE, no_dist=not dist.is_initialized())
     except CheckpointException as failed:
         reason, _ = next(iter(failed.failures.values()))
         free = shutil.disk_usage(folder).free
-        shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(temporary, ignore_errors=True)  # the partial checkpoint may be what fills the disk
         raise OSError(
             f"{final} could not be written: {reason}. The disk has {free / 2**20:.0f} MiB left. Free some space and "
             "resume: the run goes on from the checkpoint before."
         ) from failed
     rank = accelerator.process_index
-    # the scaler, which is the same on every rank, and random states
+    # every rank saves its random states; the scaler is the same on all ranks, so rank 0 saves it
     scaler = accelerator.scaler if accelerator.is_main_process else None
-    save_accelerator_state(str(aside), [], [], [], [], rank, progress["step"], scaler)
-    (aside / f"random-{rank}.sha256").write_text(_random_digest())
+    save_accelerator_state(str(temporary), [], [], [], [], rank, progress["step"], scaler)
+    (temporary / f"random-{rank}.sha256").write_text(_random_digest())
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        facts = {**progress, "processes": accelerator.num_processes, "files": _digests(aside)}
-        (aside / _PROGRESS).write_text(json.dumps(facts))
-        for path in [*aside.rglob("*"), aside]:
-            _flush(path)
+        facts = {**progress, "processes": accelerator.num_processes, "files": _digests(temporary)}
+        (temporary / _PROGRESS).write_text(json.dumps(facts))
+        for path in [*temporary.rglob("*"), temporary]:
+            _sync(path)
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        _flush(folder)
+        os.replace(temporary, final)
+        _sync(folder)
         for old in _complete(folder)[:-keep]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -89,9 +95,9 @@ def latest(folder: Path) -> Path | None:
 def restore(
     accelerator: Accelerator, objective: nn.Module, optimiser: AcceleratedOptimizer, checkpoint: Path, seed: int
 ) -> dict[str, Any]:
-    """Restore what `save` wrote, and return the progress.
+    """Restore the state that `save` wrote, and return the progress.
 
-    With another number of processes each gets new random numbers, drawn from the seed and the step.
+    If the number of processes has changed, every rank gets a new random state, drawn from the seed and the step.
     """
     progress = _verified(checkpoint)
     if not (checkpoint / _STATE).is_dir():
@@ -100,7 +106,7 @@ def restore(
             "in another folder."
         )
     state = _state(objective, optimiser)
-    with _quietly():
+    with _without_warning():
         dcp.load(state, checkpoint_id=checkpoint / _STATE, no_dist=not dist.is_initialized())
     set_state_dict(objective, optimiser.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimiser"])
     rank = accelerator.process_index
@@ -108,24 +114,24 @@ def restore(
     if progress.pop("processes") != accelerator.num_processes:
         digest = hashlib.sha256(f"{seed} {progress['step']}".encode()).digest()
         set_seed(int.from_bytes(digest[:3], "big"), device_specific=True)
-    # accelerate ignores random states that it cannot read; the run would then not be the same
+    # accelerate ignores random states that it cannot read; the resumed run would then differ from an uninterrupted one
     elif _random_digest() != (checkpoint / f"random-{rank}.sha256").read_text():
         raise RuntimeError(f"the random numbers of {checkpoint} could not be restored; resume with the same versions.")
     return progress
 
 
 def _state(objective: nn.Module, optimiser: AcceleratedOptimizer) -> dict[str, Any]:
-    """Parameters and optimiser, by names that do not depend on how they are wrapped."""
+    """The parameters and the optimiser state, under names that do not depend on DDP, FSDP or torch.compile."""
     model, optimiser_state = get_state_dict(objective, optimiser.optimizer)
     groups: Any = optimiser_state["param_groups"]
     for group in groups:
-        # with CUDA graphs the rate is a tensor on the device, but a number before the first update
+        # with CUDA graphs the learning rate is a tensor on the device, except before the first update
         group["lr"] = float(group["lr"])
     return {"model": model, "optimiser": optimiser_state}
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_warning() -> Iterator[None]:
     """Suppress torch's warning that a single process saves without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -133,7 +139,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _verified(checkpoint: Path) -> dict[str, Any]:
-    """The progress of a checkpoint, after a check of its files against their digests."""
+    """Check the files of a checkpoint against their digests, and return its progress."""
     try:
         progress = json.loads((checkpoint / _PROGRESS).read_text())
         written, found = progress.pop("files"), _digests(checkpoint)
@@ -151,7 +157,7 @@ def _verified(checkpoint: Path) -> dict[str, Any]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file, by its name below the folder."""
+    """The SHA-256 digest of every file but progress.json, keyed by its path relative to the folder."""
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != _PROGRESS:
@@ -161,6 +167,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _complete(folder: Path) -> list[Path]:
+    """The complete checkpoints of a folder, oldest first."""
     return sorted(path.parent for path in folder.glob(f"step-*/{_PROGRESS}"))
 
 
@@ -168,7 +175,7 @@ def _random_digest() -> str:
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
 
 
-def _flush(path: Path) -> None:
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Claims on the folders of runs: a file with an owner and a heartbeat, so that one process at a time works in a folder.
 
 A claim holds across processes and machines that share the folder. It expires when its process is gone or its heartbeat
-stops, and is then taken over.
+stops; another process may then take it over.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 CLAIM = "claim.json"
-HEARTBEAT = 5.0  # seconds
+HEARTBEAT = 5.0  # seconds between heartbeats
 STALE = 120.0  # seconds without a heartbeat after which a claim expires
-PARENT = "FLOWFORMER_PARENT"  # environment variable: the queue that started this process, which stops if that is gone
+PARENT = "FLOWFORMER_PARENT"  # environment variable with the pid of the queue that started this process
 _RESERVED = "reserved"
 
 
@@ -35,8 +35,8 @@ class FolderInUseError(OSError):
 class Claim:
     """A claim that this process holds.
 
-    Attributes: `lost`, whether another process took over because this one was suspended for more than `STALE` seconds;
-    it must not write into the folder any more.
+    Attributes: `lost`, whether another process took the claim over because this one was suspended for more than `STALE`
+    seconds; this process must then stop writing into the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,14 +79,14 @@ class Claim:
 
 
 def is_queued() -> bool:
-    """Whether a queue started this process, and reserved the folder that it is to claim."""
+    """Whether a queue started this process and reserved its folder."""
     return PARENT in os.environ
 
 
 def reserve(folder: Path) -> dict[str, Any] | None:
-    """Reserve a folder for a child that this process is about to start; returns the owner if there is one already.
+    """Reserve a folder for a child process that is about to start, unless it has an owner, which is then returned.
 
-    A reservation has no heartbeat and expires: the child has to claim the folder.
+    A reservation has no heartbeat, so it expires after `STALE` seconds unless the child claims the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / CLAIM) as file:
@@ -99,8 +99,8 @@ def reserve(folder: Path) -> dict[str, Any] | None:
 def unreserve(folder: Path) -> None:
     """Release a reservation that no child turned into a claim."""
     with _locked(folder / CLAIM) as file:
-        found = _read(file)
-        if found.get("token") == _RESERVED and found["pid"] == os.getpid():
+        claim = _read(file)
+        if claim.get("token") == _RESERVED and claim["pid"] == os.getpid():
             _write(file, {})
 
 
@@ -109,7 +109,7 @@ def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
     """Hold the claim of a folder; raises `FolderInUseError` if another process has it.
 
     Args:
-        active: False claims nothing, for ranks other than 0.
+        active: False does not claim the folder, for ranks other than 0.
     """
     claim = Claim(folder) if active else None
     try:
@@ -120,9 +120,9 @@ def claimed(folder: Path, active: bool = True) -> Iterator[Claim | None]:
 
 
 def owner(folder: Path) -> dict[str, Any] | None:
-    """The owner of a folder, or None; also of a folder that may only be read.
+    """The process that holds the claim of a folder, or None. The folder may be read-only.
 
-    It has the host, the pid, whether it is on this machine (`here`), and the seconds since its heartbeat (`silent`).
+    Returns: the host, the pid, whether it is on this machine (`here`), and the seconds since its heartbeat (`silent`).
     """
     try:
         file = (folder / CLAIM).open()
@@ -134,18 +134,19 @@ def owner(folder: Path) -> dict[str, Any] | None:
 
 
 def _alive(file: IO[str], folder: Path) -> dict[str, Any] | None:
-    found = _read(file)
-    if not found:
+    """The owner that a claim file names, or None if there is none or its claim has expired."""
+    claim = _read(file)
+    if not claim:
         return None
-    here = found["machine"] == _machine()["machine"]
+    here = claim["machine"] == _machine()["machine"]
     silent = max(0.0, _now(folder) - os.fstat(file.fileno()).st_mtime)
-    if silent > STALE or (here and not _is_running(found["pid"])):
+    if silent > STALE or (here and not _is_running(claim["pid"])):
         return None
-    return {**found, "here": here, "silent": silent}
+    return {**claim, "here": here, "silent": silent}
 
 
 def _now(folder: Path) -> float:
-    """By the clock of the file system, which all machines share; by our own if the folder may only be read."""
+    """The time by the clock of the file system, which all machines share; by the local clock in a read-only folder."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             return os.fstat(probe.fileno()).st_mtime
@@ -173,7 +174,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> dict[str, str]:
-    """The host and its process-id namespace: ids of another container, or from before a reboot, are other processes."""
+    """The host, and an identifier of its boot and pid namespace, outside of which a pid may be another process."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
@@ -182,7 +183,7 @@ def _machine() -> dict[str, str]:
 
 
 def _leave_if_orphaned() -> None:
-    """Send SIGTERM to this process if its parent is gone."""
+    """Send SIGTERM to this process if the queue that started it is gone."""
     parent = os.environ.get(PARENT)
     if parent is not None and os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -190,7 +191,7 @@ def _leave_if_orphaned() -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
-    """The file under an exclusive lock, which the kernel releases if the process dies."""
+    """Open the file under an exclusive lock, which the kernel releases if the process dies."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

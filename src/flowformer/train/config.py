@@ -25,8 +25,8 @@ from .optim import Optimiser, Schedule
 ModelConfig = ClassifierConfig | DecisionConfig | DeiTConfig | LMConfig | TimeSeriesConfig | VisionConfig
 _MODEL_CONFIGS = {each.__name__: each for each in get_args(ModelConfig)}
 ATTENTION_OPTIONS = "attention_options"
-MAX_SEED = 2**32 - 1  # what numpy takes
-# fields of models that the data decide, see `tasks.Task.fitted`
+MAX_SEED = 2**32 - 1  # the largest seed that numpy accepts
+# fields of model configs that are filled in from the data, see `tasks.Task.fitted`
 BY_DATA = ("num_classes", "vocab_size", "num_features", "max_length", "padding_id", "state_dim", "action_dim", "window")
 
 Precision = Literal["float32", "tf32", "bf16", "fp16"]
@@ -40,43 +40,44 @@ class TrainConfig:
     """Everything that decides the result of a training run, besides the data.
 
     Args:
-        recipe: the name of the recipe it comes from.
-        preset: whose sizes the model has: the "recipe"'s, or those that the Long-Range Arena has for the attention, as
-            the override preset=benchmark asks for.
-        task: what a batch and a metric are, see `tasks`.
-        data, data_options: the name of the data, and what `data.load` takes besides; "partial" accepts incomplete data,
-            and the result says so.
-        model: the config of the model. What the data decides (classes, features, words, lengths) is filled in.
-        optimiser, schedule: how it learns.
-        steps, epochs: how long; steps comes first where both are given.
-        batch_size: examples of one update, over all ranks and micro-batches.
-        accumulate: micro-batches of a rank in one update (gradient accumulation).
-        pad_full: pad every batch to the longest length of the data set instead of the longest of the batch.
+        recipe: name of the recipe that the config was made from.
+        task: name of the task, see `tasks`; it defines batches, loss and metrics.
+        data, data_options: name of the data set, and further arguments of `data.load`. With the option "partial" it
+            accepts incomplete data, and the result says so.
+        model: config of the model. Fields that the data determine (classes, features, vocabulary, lengths) are filled
+            in.
+        optimiser, schedule: the optimiser and the schedule of its learning rate.
+        preset: "recipe" for the model sizes of the recipe, "benchmark" for those that the Long-Range Arena has for the
+            attention; set by the override preset=benchmark.
+        steps, epochs: length of the run; steps takes precedence if both are given.
+        batch_size: examples in one update, over all ranks and micro-batches.
+        accumulate: micro-batches of each rank in one update (gradient accumulation).
+        pad_full: pad every batch to the longest sequence of the data set instead of the longest in the batch.
         drop_last: leave out the incomplete batch at the end of an epoch.
-        replacement: draw every example at random, instead of each once an epoch.
-        repeats: how often an example is in its batch, augmented anew each time (repeated augmentation; 3 for DeiT); an
-            epoch has as many fewer examples.
-        eval_every, eval_epochs: updates or epochs between evaluations; eval_every comes first where it is not None. The
-            last update is always followed by one.
-        eval_batch_size: examples of one evaluated batch; None is batch_size.
-        select_on: the split that says which evaluation is the best. "valid" leaves the test set alone until the end;
-            "test" is what most of the paper's code does; results say so.
-        episodes, final_episodes: to play at each evaluation and at the last, for tasks of reinforcement learning.
-        label_smoothing, mixup, cutmix: of classification; mixup and cutmix are for images.
-        precision: of the products; parameters are float32.
+        replacement: draw examples with replacement, instead of each once per epoch.
+        repeats: copies of an example in its batch, each with its own augmentation (repeated augmentation; 3 for DeiT).
+            An epoch keeps its length, so it has fewer distinct examples.
+        eval_every, eval_epochs: updates or epochs between evaluations; eval_every takes precedence unless it is None.
+            There is always an evaluation after the last update.
+        eval_batch_size: batch size of evaluations; None for batch_size.
+        select_on: split on which the best evaluation is selected. With "valid" the test set is used only at the end.
+            Most of the paper's code uses "test". Results name the split.
+        episodes, final_episodes: episodes to play at each evaluation and at the last one, in reinforcement learning.
+        label_smoothing, mixup, cutmix: regularisation of classification; mixup and cutmix are for images.
+        precision: precision of matrix products; parameters are float32.
         parallel: "ddp", the whole model on each rank; "fsdp", a shard of it (FSDP2); or "context", as "ddp" with each
             sequence cut over the ranks. Results are the same, up to rounding and dropout.
-        context_parallel_size: how many ranks share each sequence, of language models with Flow-Attention. None is all
-            with parallel="context", else one. The other dimension of the ranks shares the batch.
-        compile: whether torch.compile runs over the model.
-        graphs: whether updates are replayed as CUDA graphs, on one GPU without accumulation: faster where launching
-            kernels takes longer than running them. The model must not draw random numbers on the CPU. torch then
-            rectifies RAdam in float32: its losses differ by less than 1 % in the first updates.
-        on_device: whether data sets that fit are kept in GPU memory, where batches are gathered without workers.
-        seed: of the parameters, the order of the data and dropout.
-        workers: processes that read data, at most one for each core.
-        log_every, checkpoint_every: updates between lines of the log, and between checkpoints to resume from.
-        keep: how many of those checkpoints stay.
+        context_parallel_size: number of ranks that split each sequence, for language models with Flow-Attention. None
+            is all ranks with parallel="context", else one. The batch is split over the groups of that many ranks.
+        compile: whether to apply torch.compile to the model.
+        graphs: whether to replay updates as CUDA graphs, on one GPU without accumulation: faster if launching kernels
+            takes longer than running them. The model must not draw random numbers on the CPU. With graphs, torch
+            computes the rectification of RAdam in float32: losses differ by less than 1 % in the first updates.
+        on_device: whether to keep a small data set in GPU memory and gather batches there, without workers.
+        seed: seed of the parameters, the order of the data and dropout.
+        workers: worker processes that read data, limited to the number of cores.
+        log_every, checkpoint_every: updates between lines of the log, and between checkpoints.
+        keep: number of checkpoints to keep; older ones are deleted.
     """
 
     recipe: str
@@ -148,37 +149,37 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """The folder of the run, a different one for every config: it ends with a digest of what is not the default.
+        """Folder name of the run, unique to the config: it ends with a digest of the fields that are not the default.
 
-        So a field that is added with a default renames no earlier run. Neither does a default that is changed, though
-        it is then another run: change the recipes instead.
+        A new field with a default therefore does not rename earlier runs. Changing a default does not rename them
+        either, although it changes the run: change the recipes instead.
         """
-        digest = hashlib.sha256(json.dumps(_chosen(self), sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(_non_default_fields(self), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.model.attention}-seed{self.seed}-{digest}"
 
 
-def _chosen(config: Any) -> dict[str, Any]:
-    """The fields that differ from their defaults, and those of the dataclasses inside."""
-    chosen = {}
+def _non_default_fields(config: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults, including those of nested dataclasses."""
+    changed = {}
     for each in dataclasses.fields(config):
         value = getattr(config, each.name)
         default = each.default_factory() if callable(each.default_factory) else each.default
         if dataclasses.is_dataclass(value):
-            chosen[each.name] = {"class": type(value).__name__} | _chosen(value)
+            changed[each.name] = {"class": type(value).__name__} | _non_default_fields(value)
         elif value != default:
-            chosen[each.name] = value
-    return chosen
+            changed[each.name] = value
+    return changed
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Plain values, as JSON holds them."""
+    """The config as a dictionary of JSON values."""
     fields = dataclasses.asdict(config)
     fields["model"] = {"class": type(config.model).__name__, **fields["model"]}
     return json.loads(json.dumps(fields))
 
 
 def from_dict(fields: dict[str, Any]) -> TrainConfig:
-    """The config that `to_dict` turned into plain values."""
+    """The config that `to_dict` turned into a dictionary."""
     fields = dict(fields)
     model = dict(fields.pop("model"))
     parts = {
@@ -192,12 +193,14 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
 def load(path: Path) -> TrainConfig:
     fields = read_json(path)
     if "recipe" not in fields:
-        raise ValueError(f"{path} is not of a run, but has {', '.join(fields)}. Pass the folder of a run.")
+        raise ValueError(
+            f"{path} is not the config of a run: its keys are {', '.join(fields)}. Pass the folder of a run."
+        )
     return from_dict(fields)
 
 
 def keys(config: TrainConfig) -> dict[str, Any]:
-    """Every name that an override may have, with its value.
+    """Every key that `override` accepts, with its current value.
 
     >>> from flowformer.train import recipes
     >>> keys(recipes.get("lra/text"))["model.attention"]
@@ -208,10 +211,12 @@ def keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
-    """The config with some values replaced, each as key=value. The last parts of a key are enough if unique.
+    """Return the config with some values replaced. A unique suffix of a key is enough, such as lr for optimiser.lr.
 
-    The options of the attention are keys, too. preset=benchmark is applied before all others, so that they override
-    it.
+    Options of the attention are keys, too. preset=benchmark is applied before other values, so that they override it.
+
+    Args:
+        assignments: key=value each.
 
     >>> from flowformer.train import recipes
     >>> config = override(recipes.get("lra/text"), ["attention=softmax", "optimiser.lr=0.01", "steps=10"])
@@ -220,8 +225,8 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     >>> override(recipes.get("lra/text"), ["attention=linformer", "attention_options.rank=16"]).model.attention_options
     {'rank': 16}
     """
-    # first the attention, which decides the options there are, then the preset, which sets them; epochs before
-    # steps=none and steps before epochs=none, since a run needs an end
+    # First the attention, which determines the accepted options, then the preset, which sets them. Numbers of epochs
+    # or steps come before steps=none and epochs=none, since a config without either is refused.
     first = (r"(model\.)?attention=", r"preset=", r"(epochs|steps)=(?!(?i:none)$)")
     for assignment in sorted(assignments, key=lambda each: [not re.match(pattern, each) for pattern in first]):
         key, equals, text = assignment.partition("=")
@@ -229,7 +234,7 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
             raise ValueError(f"{assignment!r} is no override; accepted: key=value, such as steps=100.")
         config = _replaced(config, _resolve(config, key).split("."), text, key)
         if key == "preset" and config.preset == "benchmark":
-            from .benchmark import benchmark  # here, since it needs this file
+            from .benchmark import benchmark  # here, since that module imports this one
 
             config = benchmark(config)
     assigned = {assignment.partition("=")[0] for assignment in assignments}
@@ -267,15 +272,15 @@ def _resolve(config: TrainConfig, key: str) -> str:
     if matches:
         raise ValueError(f"{key!r} may be any of {', '.join(matches)}; write it in full.")
     if key.removeprefix("model.") in BY_DATA:
-        raise ValueError(f"{key!r} cannot be set: it is what the data of {config.recipe} have.")
+        raise ValueError(f"{key!r} cannot be set: the data of {config.recipe} determine it.")
     parts = [name for name in known if f".{key}." in f".{name}"]
     if parts:
         raise ValueError(f"{key!r} has parts; set one of {', '.join(parts)}.")
     short = {name.rsplit(".", 1)[-1] for name in known}
     part = key.rpartition(".")[0]
     accepted = [name for name in known if part and f".{name}".rpartition(".")[0].endswith(f".{part}")] or known
-    here = _ELSEWHERE.get(key.rpartition(".")[2])
-    hint = f" (did you mean {here!r}?)" if here in known else suggestion(key, {*known, *short})
+    synonym = _SYNONYMS.get(key.rpartition(".")[2])
+    hint = f" (did you mean {synonym!r}?)" if synonym in known else suggestion(key, {*known, *short})
     raise ValueError(f"{config.recipe} has no key {key!r}{hint}; accepted: {', '.join(accepted)}.")
 
 
@@ -293,10 +298,10 @@ def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
 
 
 def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
-    """What the attention of a model can be built with."""
+    """The options that the attention of a model accepts."""
     if is_flow(model.attention):
         return {}
-    from .. import baselines  # here, since most runs need none of them
+    from .. import baselines  # here, since most runs do not use them
 
     return baselines.options(model.attention)
 
@@ -322,8 +327,8 @@ def _parse(text: str, hint: Any, key: str) -> Any:
         raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
 
 
-# the names that other trainers have for our keys
-_ELSEWHERE = {
+# names that other trainers use for our keys
+_SYNONYMS = {
     "learning_rate": "optimiser.lr",
     "max_lr": "optimiser.lr",
     "wd": "optimiser.weight_decay",

@@ -20,7 +20,7 @@ FIGURE = "competition.png"
 
 
 def config(attention: str) -> TrainConfig:
-    """The recipe with 8 of its 100 epochs, over which the rate falls to zero, and half as many evaluations."""
+    """The recipe with 8 instead of 100 epochs, cosine decay of the learning rate, and evaluations every other epoch."""
     full = recipes.get("uea/JapaneseVowels")
     return replace(
         full,
@@ -32,7 +32,7 @@ def config(attention: str) -> TrainConfig:
 
 
 def unused(folder: Path) -> Path:
-    """The folder if it is not there yet, else the first of folder-2, folder-3 and so on that is not."""
+    """The folder if it does not exist, else the first of folder-2, folder-3 and so on that does not exist."""
     number, chosen = 2, folder
     while chosen.exists():
         number, chosen = number + 1, folder.with_name(f"{folder.name}-{number}")
@@ -40,11 +40,11 @@ def unused(folder: Path) -> Path:
 
 
 def run(folder: Path, report: Callable[[str], Report]) -> dict[str, dict[str, Any]]:
-    """Train with each attention into a folder of its own, and draw the competition that Flow-Attention has learned.
+    """Train with each attention, and draw the competition that Flow-Attention has learned.
 
     Args:
-        folder: gets a run for each attention, the figure, and demo.json with both results.
-        report: what to call with the records of the run with an attention, see `train`.
+        folder: where to write: a subfolder with the run of each attention, the figure, and demo.json with both results.
+        report: returns for the name of an attention the callback for the records of its run, see `train`.
 
     Returns: the result of each attention.
     """

@@ -1,4 +1,4 @@
-"""The engine of a run: accelerate, with the devices, precision and sharding that a config asks for."""
+"""Set-up of accelerate and of the process groups for the devices, precision and parallelism of a config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _AUTOCAST = ("bf16", "fp16")
 
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
-    # accelerate keeps its state for the whole process, which may train more than once with different settings
+    # accelerate keeps global state, and a process may train more than once with different settings
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     plugin = None
     if config.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # the default policy casts nothing: precision is autocast's, as with one process
+        # the default policy does not cast: autocast sets the precision, as with one process
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", mixed_precision_policy=MixedPrecisionPolicy()
         )
@@ -46,7 +46,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def without_gpu() -> bool:
-    """The argument `cpu` of Accelerator, which by itself ignores the ranks of torchrun where there is no GPU."""
+    """The argument `cpu` of Accelerator: without cpu=True it ignores the ranks of torchrun on a machine without GPU."""
     return not torch.accelerator.is_available()
 
 
@@ -55,8 +55,8 @@ class Share:
     """The part of a batch that this rank computes: some of the examples and, with context parallelism, a part of each.
 
     Args:
-        rank, size: among the ranks that share the examples (data parallelism).
-        context: the ranks that share each sequence; None is whole sequences.
+        rank, size: index and number of the parts into which the examples are split (data parallelism).
+        context: the ranks that split each sequence; None for whole sequences.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class Share:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts its examples in sums: of the ranks that share a sequence, only the first does."""
+        """Whether this rank adds its examples to sums: of the ranks that split a sequence, only the first does."""
         return self.context is None or self.context.get_local_rank() == 0
 
 
 def build_share(config: TrainConfig, accelerator: Accelerator) -> Share:
-    """The share of this rank. Ranks of one sequence are consecutive, so that they are on one machine if they fit."""
+    """The share of this rank. Ranks that split a sequence are consecutive, so that one machine can hold them."""
     processes = accelerator.num_processes
     size = config.context_parallel_size or (processes if config.parallel == "context" else 1)
     if processes % size:
@@ -86,6 +86,7 @@ def build_share(config: TrainConfig, accelerator: Accelerator) -> Share:
 
 
 def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raise unless the config and the device allow CUDA graphs."""
     obstacles = {
         "a GPU": accelerator.device.type != "cuda",
         "one process": accelerator.num_processes > 1,

@@ -1,4 +1,4 @@
-"""The metrics of a model on a dataset."""
+"""Evaluation of a model on a dataset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def padded_length(config: TrainConfig, splits: Splits) -> int | None:
-    """The length to which every batch is padded; None is that of its longest case."""
+    """The length to which all batches are padded; None pads each batch to its longest example."""
     return splits.info.max_length if config.pad_full else None
 
 
@@ -35,7 +35,7 @@ def evaluate(
     length: int | None,
     share: Share,
 ) -> dict[str, float]:
-    """The metrics of a model on a whole dataset, each example counted once on however many ranks.
+    """The metrics of a model on a whole dataset. Every example counts once, whatever the number of ranks.
 
     Args:
         length: see `padded_length`.

@@ -18,7 +18,7 @@ from ..models.classifier import SequenceEncoder
 from ..models.timeseries import FlowformerTimeSeries
 from .tasks import Batch
 
-EAGER_UPDATES = 8  # Triton compiles during the first; for rare layouts a capture does not pay off
+EAGER_UPDATES = 8  # Triton compiles during the first one, and capturing rare layouts does not pay off
 MAX_GRAPHS = 256
 
 
@@ -39,11 +39,11 @@ class GraphedUpdates:
 
     Args:
         update: forward, backward, optimiser step; it must keep the gradients and not synchronise.
-        forget: sets the gradients to None.
+        zero_grad: sets the gradients to None.
     """
 
-    def __init__(self, update: Callable[[Batch], None], forget: Callable[[], None]) -> None:
-        self.update, self.forget = update, forget
+    def __init__(self, update: Callable[[Batch], None], zero_grad: Callable[[], None]) -> None:
+        self.update, self.zero_grad = update, zero_grad
         self._seen: Counter[tuple] = Counter()
         self._captured: dict[tuple, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share memory
@@ -54,7 +54,7 @@ class GraphedUpdates:
         if captured is None and (self._seen[layout] < EAGER_UPDATES or len(self._captured) == MAX_GRAPHS):
             self._seen[layout] += 1
             self.update(batch)
-            self.forget()
+            self.zero_grad()
             return
         if captured is None:
             captured = self._captured[layout] = self._capture(batch)
@@ -63,13 +63,13 @@ class GraphedUpdates:
         captured.graph.replay()
 
     def _capture(self, batch: Batch) -> Captured:
-        graph, fixed = torch.cuda.CUDAGraph(), {name: _placeholder(x) for name, x in batch.items()}
-        self.forget()
+        graph, static_batch = torch.cuda.CUDAGraph(), {name: _placeholder(x) for name, x in batch.items()}
+        self.zero_grad()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.update(fixed)
-        self.forget()  # the graph owns the memory of the gradients
-        return Captured(graph, fixed)
+            self.update(static_batch)
+        self.zero_grad()  # the graph owns the memory of the gradients
+        return Captured(graph, static_batch)
 
 
 def _placeholder(x: Tensor) -> Tensor:

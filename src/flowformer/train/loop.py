@@ -1,9 +1,7 @@
 """The training loop: updates with gradient accumulation, clipping and mixed precision; evaluations, logs, checkpoints.
 
-A resumed run equals the whole one, bit for bit.
-
-The learning rate and the order of the data are functions of the seed and the step alone, so a checkpoint needs nothing
-but parameters, optimiser, random states and the step.
+A resumed run equals an uninterrupted one, bit for bit. The learning rate and the order of the data depend only on the
+seed and the step, so a checkpoint holds the parameters, the optimiser state, the random states and the step.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and wrote a checkpoint to resume from."""
+    """The run received Ctrl-C or SIGTERM and wrote a checkpoint to resume from."""
 
 
 @dataclass
@@ -51,11 +49,11 @@ class Progress:
     """The state of a run besides parameters, optimiser and random states; part of every checkpoint.
 
     Args:
-        step: updates done.
-        seconds: spent on updates, without evaluations.
-        loss, tokens: summed since the last line of the log.
-        logged_step, logged_seconds: where that line was.
-        best: the evaluation record with the best score; None before the first.
+        step: number of updates so far.
+        seconds: time spent on updates, without evaluations.
+        loss, tokens: sums since the last line of the log.
+        logged_step, logged_seconds: step and seconds at the last line of the log.
+        best: the evaluation record with the best score; None before the first evaluation.
     """
 
     step: int = 0
@@ -76,18 +74,18 @@ def train(
     resume: bool = False,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
-    """Train, evaluate and write everything into a folder; the result is also in its result.json.
+    """Train and evaluate a model, and return the result, which is also written to result.json.
 
     Args:
-        config: of a recipe.
-        folder: of the run. It gets config.json, provenance.json, log.jsonl, tensorboard/, checkpoints/, and the models
-            `final` and `best`, which `from_pretrained` reads.
+        config: the config, such as `recipes.get` returns it.
+        folder: where the run writes config.json, provenance.json, log.jsonl, tensorboard/, checkpoints/, result.json,
+            and the models `final` and `best`, which `from_pretrained` reads.
         splits: the data; None loads the data set of the config from data_dir.
         resume: continue from the newest checkpoint in the folder, if there is one.
-        report: is called with every record of the log, and with {"kind": "step"} after each update.
+        report: called with every record of the log, and with {"kind": "step"} after each update.
 
-    Raises `Interrupted` after Ctrl-C or SIGTERM; the checkpoint is then written. Raises `claims.FolderInUseError` if
-    another process trains in the folder.
+    Raises `Interrupted` after Ctrl-C or SIGTERM, once a checkpoint is written, and `claims.FolderInUseError` if another
+    process trains in the folder.
     """
     with claims.claimed(Path(folder), is_main()) as claim:
         return Trainer(config, Path(folder), splits, data_dir, resume, report, claim).run()
@@ -130,8 +128,8 @@ class Trainer:
             check_graphs(config, self.accelerator)
         if self.accelerator.is_fsdp2 and config.task == "decision":
             raise NotImplementedError("episodes need the whole model, which parallel=fsdp shards; pass parallel=ddp.")
-        found = checkpoints.latest(folder / "checkpoints")
-        self._check_folder(resume, found)
+        checkpoint = checkpoints.latest(folder / "checkpoints")
+        self._check_folder(resume, checkpoint)
         set_seed(config.seed)
         objective = tasks.Objective(self.task.build(config), self.task, config, self.share.context)
         if config.graphs:
@@ -140,22 +138,23 @@ class Trainer:
         if config.compile:
             objective.compile()
         self.objective, self.optimiser = self.accelerator.prepare(objective, optimiser)
-        # from here on each rank has its own random numbers: dropout differs, the initial parameters above do not
+        # from here on each rank has its own seed: dropout differs between ranks, the initial parameters above do not
         set_seed(config.seed, device_specific=True)
         self.progress = Progress()
-        if found is not None:
-            restored = checkpoints.restore(self.accelerator, self.objective, self.optimiser, found, config.seed)
+        if checkpoint is not None:
+            restored = checkpoints.restore(self.accelerator, self.objective, self.optimiser, checkpoint, config.seed)
             self.progress = Progress(**restored)
-        self._prepare_folder(resumed=found is not None)
+        self._prepare_folder(resumed=checkpoint is not None)
         self.log = RunLog(folder, self.progress.step, self.accelerator.is_main_process)
 
     def run(self) -> dict[str, Any]:
         config, progress = self.config, self.progress
         self.report({"kind": "start", "step": progress.step, "steps": self.steps, "config": to_dict(config)})
-        # accumulated on the device, and read only when they are logged; rank 0 goes on with what a checkpoint has
-        main = self.accelerator.is_main_process
-        self._loss = torch.tensor(progress.loss if main else 0.0, device=self._device)
-        self._tokens = torch.tensor(progress.tokens if main else 0, device=self._device)
+        # Accumulated on the device, and read only for the log. A checkpoint holds the sums over all ranks, so only
+        # rank 0 starts from them.
+        is_rank_0 = self.accelerator.is_main_process
+        self._loss = torch.tensor(progress.loss if is_rank_0 else 0.0, device=self._device)
+        self._tokens = torch.tensor(progress.tokens if is_rank_0 else 0, device=self._device)
         if config.graphs:
             self._rate = torch.tensor(config.optimiser.lr, device=self._device)
             for group in self.optimiser.param_groups:
@@ -180,7 +179,7 @@ class Trainer:
                     self.report({"kind": "step", "step": progress.step})
                     if last or progress.step % (config.eval_every or config.eval_epochs * self.steps_per_epoch) == 0:
                         final = self._evaluate_and_keep_best()
-                    stop = self._agreed(stop_requested())
+                    stop = self._any_rank(stop_requested())
                     if last or stop or progress.step % config.checkpoint_every == 0:
                         self._save()
                     if stop and not last:
@@ -192,7 +191,7 @@ class Trainer:
     def _update(self, micro_batches: list[tasks.Batch]) -> None:
         """One optimiser step over the micro-batches of gradient accumulation.
 
-        The loss is the mean over all examples, or tokens, of all micro-batches and ranks, however uneven they are.
+        The loss is the mean over all examples, or tokens, of all micro-batches and ranks, even if their sizes differ.
         """
         config, progress = self.config, self.progress
         micro_batches = [send_to_device(batch, self._device, non_blocking=True) for batch in micro_batches]
@@ -208,7 +207,7 @@ class Trainer:
         progress.step += 1
 
     def _compute(self, micro_batches: list[tasks.Batch]) -> None:
-        """Forward, backward and optimiser step, without a synchronisation of the device."""
+        """Run forward, backward and optimiser step, without synchronising the device."""
         config, accelerator = self.config, self.accelerator
         count = torch.stack([self.task.count(batch) for batch in micro_batches]).sum()
         if accelerator.num_processes > 1:
@@ -255,12 +254,12 @@ class Trainer:
         progress.logged_step, progress.logged_seconds = progress.step, progress.seconds
 
     def _check_parameters(self, loss: float) -> None:
-        """Raises if parameters are NaN or infinite: no update changes that again."""
-        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.objective.parameters())
-        broken = torch.tensor(0.0, device=self._device)
-        for part in parts:
-            broken += 1 - part.isfinite().all().to(broken)
-        if self.accelerator.reduce(broken).item():
+        """Raise if a parameter is NaN or infinite, since no later update can repair it."""
+        shards = (p.to_local() if isinstance(p, DTensor) else p for p in self.objective.parameters())
+        not_finite = torch.tensor(0.0, device=self._device)
+        for shard in shards:
+            not_finite += 1 - shard.isfinite().all().to(not_finite)
+        if self.accelerator.reduce(not_finite).item():
             config = self.config
             raise FloatingPointError(
                 f"the run diverged: at update {self.progress.step} the loss is {loss} and parameters are not finite. "
@@ -272,13 +271,15 @@ class Trainer:
         record = self._evaluate(self.config.select_on)
         best = self.progress.best
         sign = 1 if self.task.higher_is_better else -1
+        if best is not None and math.isnan(best[self.task.metric]):
+            best = None  # NaN compares as False, so no later score would replace it
         if best is None or sign * record[self.task.metric] > sign * best[self.task.metric]:
             self.progress.best = record
             self._write_model("best")
         return record
 
     def _evaluate(self, split: str, **labels: Any) -> dict[str, Any]:
-        """The metrics of the model on a split, recorded."""
+        """Evaluate the model on a split, write the record to the log, and return it."""
         last = self.progress.step == self.steps
         scores = self.task.evaluate(self._unwrapped().model, self.splits, self.config, last=last)
         if scores is None:
@@ -292,7 +293,7 @@ class Trainer:
         return record
 
     def _finish(self, final: dict[str, Any] | None) -> dict[str, Any]:
-        """Save the last model, and score it and the best one on the test set."""
+        """Save the final model, evaluate it and the best one on the test set, and write the result."""
         config = self.config
         self._write_model("final")
         best = self.progress.best
@@ -303,14 +304,14 @@ class Trainer:
             best = {**self._evaluate("test", model="best"), "step": best["step"], "epoch": best["epoch"]}
         elif final is None:  # resumed after the last update
             final = self._evaluate("test")
-        plain = ("kind", "split", "model")
+        labels = ("kind", "split", "model")
         result = {
             "recipe": config.recipe,
             "attention": config.model.attention,
             "seed": config.seed,
             "metric": self.task.metric,
-            "final": {key: value for key, value in final.items() if key not in plain},
-            "best": {key: value for key, value in best.items() if key not in plain},
+            "final": {key: value for key, value in final.items() if key not in labels},
+            "best": {key: value for key, value in best.items() if key not in labels},
             "best_chosen_on": config.select_on,
             "steps": self.steps,
             "parameters": self._unwrapped().model.num_parameters(),
@@ -334,23 +335,23 @@ class Trainer:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: dict[str, Any] = get_model_state_dict(self._unwrapped(), options=options)
         if self.accelerator.is_main_process:
-            with torch.device("meta"):  # allocates nothing, and draws no random numbers
+            with torch.device("meta"):  # allocates no memory and draws no random numbers
                 whole = tasks.Objective(self.task.build(self.config), self.task, self.config)
-            # an uneven shard is a view of a larger tensor, all of which would be saved without the clone
+            # Clone, since an uneven shard is a view of a larger tensor, which would be saved as a whole.
             whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
-            aside = self.folder / f".{name}.part"
-            whole.model.save_pretrained(aside)
+            temporary = self.folder / f".{name}.part"
+            whole.model.save_pretrained(temporary)
             (self.folder / name).mkdir(exist_ok=True)
-            for path in aside.iterdir():
+            for path in temporary.iterdir():
                 path.replace(self.folder / name / path.name)
-            aside.rmdir()
+            temporary.rmdir()
 
     def _read_model(self, name: str) -> None:
         self.accelerator.wait_for_everyone()
         model = type(self._unwrapped().model).from_pretrained(self.folder / name)
         state = tasks.Objective(model, self.task, self.config).state_dict()
         if self.accelerator.is_fsdp2:
-            self.objective.reshard()  # FSDP2 leaves the root's parameters unsharded after a forward pass alone
+            self.objective.reshard()  # FSDP2 leaves the root's parameters unsharded after a forward without backward
         set_model_state_dict(self._unwrapped(), state, options=StateDictOptions(full_state_dict=True))
 
     def _unwrapped(self) -> tasks.Objective:
@@ -370,16 +371,17 @@ class Trainer:
         items = SeededItems(dataset, config.seed)
         return load_batches(items, order, partial(data.collate, length=length), config.workers, self._device)
 
-    def _agreed(self, stop: bool) -> bool:
-        """Whether any rank was asked to stop. With several ranks that is a reduction, made every `log_every` steps."""
+    def _any_rank(self, stop: bool) -> bool:
+        """Whether `stop` is True on any rank. Several ranks check only every `log_every` steps, to save reductions."""
         if self.accelerator.num_processes == 1:
             return stop
         if self.progress.step % self.config.log_every:
             return False
         return bool(self.accelerator.reduce(torch.tensor(float(stop), device=self._device)).item())
 
-    def _check_folder(self, resume: bool, found: Path | None) -> None:
-        if found is None:
+    def _check_folder(self, resume: bool, checkpoint: Path | None) -> None:
+        """Raise if the folder has a run that must not be overwritten, or one that cannot be resumed."""
+        if checkpoint is None:
             if (self.folder / RESULT).exists():
                 raise FileExistsError(
                     f"{self.folder} has a finished run without checkpoints, as flowformer reproduce leaves one. Delete "
@@ -389,18 +391,18 @@ class Trainer:
         if not resume:
             raise FileExistsError(f"{self.folder} has a run already. Resume it, or choose another folder.")
         saved = to_dict(load_config(self.folder / CONFIG))
-        asked = to_dict(self.config)
-        different = [key for key in asked if asked[key] != saved.get(key) and key not in LAYOUT]
+        current = to_dict(self.config)
+        different = [key for key in current if current[key] != saved.get(key) and key not in LAYOUT]
         if different:
             raise ValueError(
                 f"{self.folder} has a run of another config: {', '.join(different)} differ. Resume it with the config "
                 "it was started with, or choose another folder."
             )
-        started, here = self.folder / PROVENANCE, self.splits.info.checksum
-        if started.is_file() and (before := read_json(started)["checksum"]) != here:
+        provenance_file, checksum = self.folder / PROVENANCE, self.splits.info.checksum
+        if provenance_file.is_file() and (expected := read_json(provenance_file)["checksum"]) != checksum:
             raise ValueError(
-                f"{self.config.data} has other files than those {self.folder} was started with: checksum {here} "
-                f"instead of {before}. Resume it with the same data, or choose another folder."
+                f"{self.config.data} has other files than those {self.folder} was started with: checksum {checksum} "
+                f"instead of {expected}. Resume it with the same data, or choose another folder."
             )
 
     def _prepare_folder(self, resumed: bool) -> None:
@@ -414,21 +416,21 @@ class Trainer:
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM become a request that the loop sees between updates; a second Ctrl-C interrupts at once."""
+    """Turn Ctrl-C and SIGTERM into a flag that the loop checks between updates; a second Ctrl-C interrupts at once."""
     requested = False
 
-    def ask(number: int, frame: Any) -> None:
+    def handle(number: int, frame: Any) -> None:
         nonlocal requested
         if requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         requested = True
 
     try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # only the main thread may handle signals
-        before = {}
+        previous = {}
     try:
         yield lambda: requested
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

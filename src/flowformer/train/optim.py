@@ -1,4 +1,4 @@
-"""Optimisers and schedules of the learning rate: how they are configured, and how an optimiser is built."""
+"""Configs of optimisers and learning-rate schedules, and how an optimiser is built from its config."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Optimiser:
     Args:
         name: "adamw", which without weight decay is Adam, or "radam".
         lr: the learning rate, before the schedule.
-        weight_decay: decoupled from the gradient, as in AdamW, whatever the optimiser.
-        decay: "all" parameters, or only "matrices": not biases, norms, other vectors, nor tables of positions.
-        clip: the largest norm of the gradient; None is no bound.
+        betas, eps: as in torch's Adam.
+        weight_decay: decoupled from the gradient, as in AdamW, for every optimiser.
+        decay: parameters with weight decay: "all", or "matrices" (no biases, norms, other vectors or position tables).
+        clip: maximum norm of the gradient; None for no clipping.
     """
 
     name: OptimiserName = "adamw"
@@ -51,11 +52,11 @@ class Schedule:
     """The learning rate over the updates.
 
     Args:
-        name: after the warm-up, "constant"; "rsqrt", lr/√s, which at the end of the warm-up is lr/√warmup, not lr;
-            "cosine", to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s), which starts from lr.
-        warmup: updates over which the rate rises linearly.
+        name: the rate after the warm-up, at update s: "constant"; "rsqrt", lr/√s, where the warm-up ends at lr/√warmup
+            and not at lr; "cosine", decay to `floor` at the last update; or "inverse_sqrt", lr·√(warmup/s).
+        warmup: number of updates over which the rate rises linearly.
         start: the rate at the first update of the warm-up.
-        floor: the rate of the last update of "cosine".
+        floor: the rate at the last update of "cosine".
     """
 
     name: ScheduleName = "constant"
@@ -82,7 +83,7 @@ class Schedule:
         if step < self.warmup:
             return self.start + (lr - self.start) * step / self.warmup
         if self.name == "cosine":
-            # the last update is the one before `steps`
+            # the last update is number steps - 1
             progress = (step - self.warmup) / max(steps - 1 - self.warmup, 1)
             return self.floor + (lr - self.floor) * (1 + math.cos(math.pi * progress)) / 2
         return lr * math.sqrt(self.warmup / step) if self.name == "inverse_sqrt" else lr
@@ -91,12 +92,12 @@ class Schedule:
 def build_optimiser(
     module: nn.Module, options: Optimiser, device: torch.device, *, capturable: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimiser of a module's parameters, those that decay in one group and those that do not in another.
+    """Build the optimiser of a module, with one group of parameters with weight decay and one without.
 
     Args:
         capturable: whether updates are captured as CUDA graphs.
     """
-    # the releases do not decay their position tables, though these are matrices
+    # the released code does not decay position tables, although they are matrices
     positions = {
         id(p) for m in module.modules() if isinstance(m, LearnedPositions | GridPositions) for p in m.parameters()
     }

@@ -1,4 +1,4 @@
-"""The paper's numbers, to stand beside ours: accuracies in percent, perplexity, normalised returns, sizes, speeds."""
+"""The paper's numbers, for comparison: accuracies in percent, perplexities, normalised returns, sizes, speeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .recipes import PUBLISHED
 
 Figure = Literal["score", "deviation", "top5", "parameters", "flops"]
 
-# the tasks of the columns below; rows have the names of our attentions
+# columns of _LRA_SCORES; its rows are named after our attentions
 _LRA = ["listops", "text", "retrieval", "image", "pathfinder"]
 _LRA_SCORES = {
     "local": (15.82, 52.98, 53.39, 41.46, 66.63),
@@ -17,7 +17,7 @@ _LRA_SCORES = {
     "sparse": (17.07, 63.58, 59.59, 44.24, 71.71),
     "sinkhorn": (33.67, 61.20, 53.83, 41.23, 67.45),
     "linformer": (35.70, 53.94, 52.27, 38.56, 76.34),
-    # copied from the benchmark, whose Performer has ReLU features, but on ListOps FAVOR+ with two
+    # copied from the benchmark, whose Performer has ReLU features, except on ListOps: FAVOR+ with two features
     "performer-relu": (18.01, 65.40, 53.82, 42.77, 77.05),
     "synthesizer": (36.99, 61.68, 54.67, 41.61, 69.45),
     "longformer": (35.63, 62.85, 56.89, 42.22, 69.71),
@@ -74,7 +74,7 @@ _IMAGENET: dict[str, tuple[float | None, ...]] = {
 }
 _DEIT: dict[str, tuple[float | None, ...]] = {"softmax": (79.8, 95.0, 22, 4.6), "flow": (80.0, 94.8, 22, 4.2)}
 _VIT: dict[str, tuple[float | None, ...]] = {"vit-b": (77.9, None, 86, 55.4), "vit-l": (76.5, None, 307, 190.7)}
-# the first five are no attentions, see `methods`
+# the first five are methods without attention, see `methods`
 _UEA_COLUMNS = ["dtw", "xgboost", "rocket", "lstm", "tcn", "softmax", "linear", "reformer", "longformer", "performer"]
 _UEA_COLUMNS += ["yoso", "soft", "cosformer", "flow"]
 _UEA = {
@@ -89,7 +89,7 @@ _UEA = {
     "SpokenArabicDigits": (96.3, 69.6, 71.2, 31.9, 95.6, 98.4, 98.0, 97.0, 94.4, 98.4, 98.9, 98.4, 98.8, 98.8),
     "UWaveGestureLibrary": (90.3, 75.9, 94.4, 41.2, 88.4, 85.6, 85.0, 85.6, 87.5, 85.3, 88.4, 85.6, 85.0, 86.6),
 }
-# normalised returns and, of attentions, their deviations over seeds
+# normalised returns; those of attentions with their deviation over seeds
 _D4RL = """
                                bc   awac     softmax      linear    reformer   performer   cosformer        flow
 halfcheetah-medium-expert    55.2   42.8    83.8±3.3    78.2±3.2    81.5±1.6    85.1±2.1    85.5±2.9    90.8±0.4
@@ -105,7 +105,7 @@ walker2d-medium-replay       26.0   27.0    62.9±5.0    62.1±7.4    50.1±3.5 
 
 
 def _d4rl() -> dict[str, dict[str, tuple[float, float | None]]]:
-    """The table above: score and deviation by data set and method."""
+    """Parse the table above into score and deviation by data set and method."""
     header, *rows = (line.split() for line in _D4RL.strip().splitlines())
     cells = {name: [cell.partition("±") for cell in row] for name, *row in rows}
     return {
@@ -179,9 +179,10 @@ _AVERAGES = {
 
 
 def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float | None:
-    """A number that the paper prints for a recipe and an attention or method; None where it prints none.
+    """A number that the paper prints for a recipe and an attention or method; None if it has no such number.
 
-    Its Long-Range Arena rivals are not trained by the authors but copied from that benchmark, with other sizes.
+    In the Long-Range Arena, the authors copied the scores of the rivals from that benchmark, whose models have other
+    sizes.
 
     Args:
         figure: the score; its deviation over seeds; top-5 accuracy in percent; millions of parameters; billions of
@@ -199,7 +200,7 @@ def paper_figure(recipe: str, attention: str, figure: Figure = "score") -> float
 
 
 def paper_score(recipe: str, attention: str) -> float | None:
-    """What the paper prints as the score of a recipe and an attention or method; None where it prints none.
+    """The paper's score for a recipe and an attention or method; None if it has no such score.
 
     >>> paper_score("uea/JapaneseVowels", "flow"), paper_score("cifar10", "flow")
     (98.9, None)
@@ -208,7 +209,7 @@ def paper_score(recipe: str, attention: str) -> float | None:
 
 
 def paper_average(family: str, attention: str) -> float | None:
-    """The average as printed, over all columns of "lra", "uea" or "d4rl".
+    """The average that the paper prints, over all columns of "lra", "uea" or "d4rl".
 
     >>> paper_average("lra", "flow-sigmoid-softmax")
     53.11
@@ -217,13 +218,13 @@ def paper_average(family: str, attention: str) -> float | None:
 
 
 def paper_speed(attention: str, mode: str, length: int) -> float | str | None:
-    """Steps per second of the paper's efficiency table, "OOM" where it has that, None where it has nothing.
+    """Steps per second in the paper's efficiency table, "OOM" as printed there, or None if it has no such entry.
 
-    It was measured on two RTX 2080 Ti, with a task, batch and model that are not stated: only ratios can be compared.
+    They were measured on two RTX 2080 Ti; task, batch and model are not stated, so only ratios can be compared.
 
     Args:
         mode: "inference" or "training".
-        length: a thousand tokens may be 1000 or 1024.
+        length: number of tokens, 1 to 4 times 1000 or 1024.
 
     >>> [paper_speed(name, "training", 4096) for name in ("flow", "softmax", "rfa")]
     [36.79, 'OOM', None]
@@ -235,7 +236,7 @@ def paper_speed(attention: str, mode: str, length: int) -> float | str | None:
 
 
 def paper_speed_ratio(attention: str, mode: str, length: int) -> float | None:
-    """How many times as fast as the Transformer the paper has an attention; None where one of both has no speed.
+    """The speed of an attention divided by that of the Transformer, both in the paper; None if either has no speed.
 
     >>> round(paper_speed_ratio("flow", "training", 2048), 2), paper_speed_ratio("flow", "training", 3072)
     (6.29, None)
@@ -245,7 +246,7 @@ def paper_speed_ratio(attention: str, mode: str, length: int) -> float | None:
 
 
 def percent(metric: str, value: float) -> str:
-    """A score as the paper writes it.
+    """Format a score as the paper does, accuracies in percent.
 
     >>> percent("accuracy", 0.9891), percent("perplexity", 30.81)
     ('98.91', '30.81')

@@ -1,8 +1,8 @@
-"""The recipes: one a cell of the paper's tables, each a complete config with the published hyperparameters.
+"""The recipes: complete configs with the published hyperparameters, one for each data set and model of the paper.
 
-A recipe does what the paper describes, also where the released code does not: padding is masked, the validation set, if
-there is one, chooses the best evaluation, text has its full length. Its name with "@published" does what the released
-code does instead. The docstring of a recipe says where the two differ, and what neither the paper nor its code states.
+Where paper and released code differ, a recipe follows the paper: padding is masked, the best evaluation is selected on
+the validation set if there is one, and text has its full length. With "@published" after its name it follows the
+released code instead. The docstring of a recipe lists these differences, and settings that neither of the two states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ops import FlowVariant
 from .config import Optimiser, Schedule, Split, TrainConfig
 
 PUBLISHED = "@published"
-# flax's Adam; its weight decay is decoupled and spares no parameter
+# flax's Adam, with decoupled weight decay of all parameters
 _LRA = Optimiser("adamw", betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1)
 
 
@@ -33,7 +33,7 @@ def _lra_model(task: str, published: bool) -> ClassifierConfig:
 def _lra_text(
     task: str, published: bool, *, length: int, lr: float, warmup: int, steps: int, eval_every: int, select_on: Split
 ) -> TrainConfig:
-    """What the tasks of the Long-Range Arena over text share."""
+    """The config that the text tasks of the Long-Range Arena share."""
     return TrainConfig(
         recipe=f"lra/{task}",
         task="tokens",
@@ -52,10 +52,10 @@ def _lra_text(
 
 
 def _lra_pixels(task: str, published: bool, *, lr: float, batch_size: int, epoch: int) -> TrainConfig:
-    """What the tasks of the Long-Range Arena over pixels share: 200 epochs, the first of them to warm up.
+    """The config that the pixel tasks of the Long-Range Arena share: 200 epochs, of which the first is the warm-up.
 
     Args:
-        epoch: the updates of one.
+        epoch: number of updates in an epoch.
     """
     return TrainConfig(
         recipe=f"lra/{task}",
@@ -74,9 +74,9 @@ def _lra_pixels(task: str, published: bool, *, lr: float, batch_size: int, epoch
 def listops(published: bool) -> TrainConfig:
     """Long-Range Arena, nested lists of up to 2000 tokens.
 
-    The released code evaluates every 50 updates, chooses on the test set, and does not mask padding. Its attention has
-    φ = ReLU and lets heads compete instead of tokens (variant=lra), where the paper describes competition among tokens
-    with φ = sigmoid.
+    The released code evaluates every 50 updates, selects the best evaluation on the test set, and does not mask
+    padding. Its attention has φ = ReLU and competition among heads (variant=lra), where the paper describes φ = sigmoid
+    and competition among tokens.
     """
     return _lra_text(
         "listops",
@@ -93,9 +93,9 @@ def listops(published: bool) -> TrainConfig:
 def text(published: bool) -> TrainConfig:
     """Long-Range Arena, sentiment of film reviews from up to 4000 bytes.
 
-    The benchmark has no validation set: the last evaluation is the one to compare, the best one is chosen on the test
-    set. The released code cuts reviews at 1000 bytes, though the benchmark says 4000, evaluates every 100 updates, and
-    does not mask padding. Its attention differs as for ListOps.
+    The benchmark has no validation set: the last evaluation is the one to compare, the best one is selected on the test
+    set. The released code cuts reviews at 1000 bytes, although the benchmark says 4000, evaluates every 100 updates,
+    and does not mask padding. Its attention differs from the paper as for ListOps.
     """
     return _lra_text(
         "text",
@@ -110,10 +110,11 @@ def text(published: bool) -> TrainConfig:
 
 
 def retrieval(published: bool, data: str = "lra/retrieval") -> TrainConfig:
-    """Long-Range Arena, whether one paper cites the other, from 4000 bytes of each.
+    """Long-Range Arena, whether one of two papers cites the other, from up to 4000 bytes of each.
 
     The warm-up of 8000 updates is longer than the run of 5000, as published. The released code evaluates every 100
-    updates, on validation and test set alike, and does not mask padding. Its attention differs as for ListOps.
+    updates, on both the validation and the test set, and does not mask padding. Its attention differs from the paper as
+    for ListOps.
     """
     every = 100 if published else 500
     config = _lra_text(
@@ -123,16 +124,16 @@ def retrieval(published: bool, data: str = "lra/retrieval") -> TrainConfig:
 
 
 def acl(published: bool) -> TrainConfig:
-    """Retrieval on a small collection of ACL papers: a stand-in for the AAN pairs, never to be reported as them."""
+    """Retrieval on a small collection of ACL papers: a stand-in for the AAN pairs, not comparable with their scores."""
     return retrieval(published, "acl")
 
 
 def image(published: bool) -> TrainConfig:
     """Long-Range Arena, grey CIFAR-10 images as 1024 pixels in a row.
 
-    The released code hardly shuffles (batches are formed before the shuffle) and leaves the last 16 test images out;
-    neither is reproduced. Its learning rate stops 175 updates before the cosine would reach 0. Its attention differs as
-    for ListOps.
+    The released code hardly shuffles (batches are formed before the shuffle) and leaves out the last 16 test images;
+    neither is reproduced. Its schedule ends 175 updates before the cosine would reach 0. Its attention differs from the
+    paper as for ListOps.
     """
     return _lra_pixels("image", published, lr=5e-4, batch_size=256, epoch=175)
 
@@ -140,18 +141,20 @@ def image(published: bool) -> TrainConfig:
 def pathfinder(published: bool) -> TrainConfig:
     """Long-Range Arena, whether two dots in a 32 × 32 drawing are ends of one line, as 1024 pixels in a row.
 
-    The attention of the released code differs as for ListOps.
+    The attention of the released code differs from the paper as for ListOps.
     """
     return _lra_pixels("pathfinder", published, lr=1e-4, batch_size=512, epoch=312)
 
 
 def wikitext103(published: bool) -> TrainConfig:
-    """Word-level language modelling on WikiText-103, blocks of 512 words, 131,072 words an update.
+    """Word-level language modelling on WikiText-103, blocks of 512 words, 131,072 words per update.
 
-    That is the released command on the paper's four GPUs: 2048 words × 16 parts × 4. The released attention clamps the
-    flow that competes to ±5, and its sinusoids come in fairseq's order. The rate warms up over the first 6000 of the
-    150,000 updates; the paper's text can be read as counting them apart. Evaluated words have up to 400 words before
-    them, as published. The published score may be of the validation or of the test set; here the test set is reported.
+    The size of an update is that of the released command on the paper's four GPUs: 2048 words × 16 micro-batches × 4.
+    The released attention clamps the flow that enters the competition to ±5, and its sinusoidal positions are in
+    fairseq's order. The learning rate warms up over the first 6000 of the 150,000 updates; the paper can also be read
+    as 6000 updates in addition to the 150,000. Evaluation reads blocks of 512 words, of which the first 400 are context
+    and were predicted in earlier blocks, as published. The paper does not state whether its score is on the validation
+    or the test set; here the test set is reported.
     """
     return TrainConfig(
         recipe="wikitext103",
@@ -175,8 +178,9 @@ def wikitext103(published: bool) -> TrainConfig:
 
 
 def enwik8(published: bool) -> TrainConfig:
-    """Byte-level language modelling on enwik8, blocks of 1024 bytes; not in the paper: the model and the schedule of
-    WikiText-103 on data that is easy to get. The score "bits" is bits per byte.
+    """Byte-level language modelling on enwik8, blocks of 1024 bytes; not in the paper.
+
+    Model and schedule are like those for WikiText-103, on data that is easy to get. The score "bits" is bits per byte.
     """
     return TrainConfig(
         recipe="enwik8",
@@ -219,10 +223,11 @@ def ptb(published: bool) -> TrainConfig:
 def imagenet(published: bool, recipe: str = "imagenet/hierarchical") -> TrainConfig:
     """ImageNet-1K at 224 × 224 with the four-stage Flowformer, 300 epochs.
 
-    Batch and rate are the paper's, 8 × 128 and 1e-3; the released script has 6 GPUs and 7.5e-4. Heads are 12 as in the
-    code; the paper's table says 16 (model.num_heads=16). The rate changes with every update, where the released code
-    changes it once an epoch. The released attention clamps the flow that competes to ±1 and adds ε twice. The best
-    epoch is chosen on the set that is reported, as is usual on this benchmark.
+    Batch size and learning rate are the paper's, 8 × 128 and 1e-3; the released script has 6 GPUs and 7.5e-4. There are
+    12 heads as in the code; the paper's table says 16 (model.num_heads=16). The learning rate changes with every
+    update; the released code changes it once per epoch. The released attention clamps the flow that enters the
+    competition to ±1 and adds ε twice. The best epoch is selected on the set that is reported, as is usual on this
+    benchmark.
     """
     model = vision.PRESETS["imagenet"]
     return TrainConfig(
@@ -249,10 +254,10 @@ def imagenet(published: bool, recipe: str = "imagenet/hierarchical") -> TrainCon
 def deit_s(published: bool) -> TrainConfig:
     """ImageNet-1K with DeiT-S whose attention is Flow-Attention, without distillation.
 
-    No code of it was released; this is DeiT's own recipe: that of the four-stage model with random erasing and every
-    image three times in its batch, augmented anew each time, and without a bound on the gradient. DeiT's code also
-    keeps a moving average of the weights, but the accuracy that it reports is that of the weights themselves, so there
-    is none here.
+    The code of this experiment was not released; this is DeiT's recipe. It differs from the recipe of the four-stage
+    model by random erasing, repeated augmentation (every image is in its batch three times) and no gradient clipping.
+    DeiT's code also keeps a moving average of the weights, but reports the accuracy of the weights themselves, so the
+    average is left out here.
     """
     config = imagenet(published, "imagenet/deit-s")
     return replace(
@@ -268,8 +273,8 @@ def vit(published: bool, name: str) -> TrainConfig:
     """ImageNet-1K with a Vision Transformer trained from scratch, the first rows of the paper's table.
 
     The paper copies them from Dosovitskiy et al. (2021), and this is their recipe: 300 epochs at 224 × 224 with batches
-    of 4096, weight decay 0.3 and dropout, random crops and reflections alone. They go on for 20,000 updates at
-    384 × 384, the size that the paper's multiply-adds are of, which is left out here.
+    of 4096, weight decay 0.3, dropout, and no augmentation but random crops and flips. Their fine-tuning for 20,000
+    updates at 384 × 384 is left out; the multiply-adds in the paper's table are for that size.
     """
     config = imagenet(published, f"imagenet/{name}")
     return replace(
@@ -287,7 +292,7 @@ def vit(published: bool, name: str) -> TrainConfig:
 
 
 def cifar10(published: bool) -> TrainConfig:
-    """CIFAR-10 in colour with a small four-stage Flowformer; not in the paper: its ImageNet recipe, scaled down.
+    """CIFAR-10 in colour with a small four-stage Flowformer; not in the paper: the ImageNet recipe, scaled down.
 
     There is no validation set: the last evaluation is the one to compare.
     """
@@ -310,8 +315,9 @@ def uea(published: bool, name: str) -> TrainConfig:
     """Classification of multivariate time series.
 
     The archive has no validation set. The published number is the best of the evaluations on the test set; here both
-    that and the last one are reported. The released code does not mask padding in the attention, evaluates every
-    second epoch (and before and after the first, which is left out), and trains SpokenArabicDigits with Adam.
+    the best and the last one are reported. The released code does not mask padding in the attention, evaluates every
+    second epoch (its evaluations before and after the first epoch are left out), and trains SpokenArabicDigits with
+    Adam.
     """
     adam = published and name == "SpokenArabicDigits"
     return TrainConfig(
@@ -333,12 +339,12 @@ def uea(published: bool, name: str) -> TrainConfig:
 def d4rl(published: bool, env: str, quality: str) -> TrainConfig:
     """Offline reinforcement learning: actions from the returns, states and actions of 20 steps.
 
-    Each window is seen once an epoch, where the released code draws windows with replacement. The released attention
-    clamps the flow that competes to ±10. Which of the two target returns, which evaluation and which seeds were
-    published is not known: both targets are reported, and both the last and the best evaluation; the last plays 100
-    episodes, those before 10, as published. The environments of the paper can no longer be installed; played is the
-    version that has the physics of the data, gymnasium's v4 for D4RL's own files. A target return above every episode
-    of the data is noted in the result.
+    Each window is seen once per epoch; the released code draws windows with replacement. The released attention clamps
+    the flow that enters the competition to ±10. The paper does not state which of two target returns, which evaluation
+    and which seeds it reports, so both targets are reported, each at the last and the best evaluation. The last
+    evaluation plays 100 episodes, the earlier ones 10, as published. The paper's environments can no longer be
+    installed; episodes are played in the version with the same physics as the data, gymnasium's v4 for D4RL's files. If
+    a target return is above every episode of the data, the result has a note.
     """
     model = decision.PRESETS[env]
     return TrainConfig(
@@ -389,7 +395,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> TrainConfig:
-    """The config of a recipe; "@published" after its name asks for what the released code does.
+    """The config of a recipe; with "@published" after its name, the variant that follows the released code.
 
     >>> [get(name).data_options["max_length"] for name in ("lra/text", "lra/text@published")]
     [4000, 1000]
@@ -401,6 +407,6 @@ def get(name: str) -> TrainConfig:
 
 
 def describe(name: str) -> str:
-    """What a recipe says of itself."""
+    """The description of a recipe, from its docstring."""
     recipe = RECIPES[name.removesuffix(PUBLISHED)]
     return inspect.getdoc(recipe.func if isinstance(recipe, partial) else recipe) or ""

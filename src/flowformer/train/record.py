@@ -1,4 +1,4 @@
-"""The record of a run: a line of JSON for each event, curves for tensorboard, and its provenance."""
+"""Records of a run: a log of JSON lines, tensorboard curves, and the provenance."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOG, PROVENANCE = "log.jsonl", "provenance.json"
 
 
 class RunLog:
-    """The log of a run, also as tensorboard curves where tensorboard is installed; only rank 0 writes.
+    """The log of a run; also writes tensorboard curves if tensorboard is installed.
 
     Args:
-        folder: of the run.
-        step: where the run starts; records of later steps, left by a run that was killed, are removed.
-        active: False writes nothing.
+        folder: the folder of the run.
+        step: the step at which the run starts or resumes; records of later steps, left by a killed run, are removed.
+        active: whether to write; False on all ranks but 0.
     """
 
     def __init__(self, folder: Path, step: int, active: bool) -> None:
@@ -64,7 +64,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The records of a log; damaged lines, such as an incomplete last one of a run that was killed, are dropped."""
+    """The records of a log. Damaged lines are dropped, such as the incomplete last line of a killed run."""
     if not (folder / LOG).is_file():
         raise FileNotFoundError(f"{folder} has no {LOG}; accepted: the folder of a run.")
     records = []
@@ -94,14 +94,14 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
 
 
 def _command() -> str:
-    """The command of this process; `python -m flowformer.cli`, as torchrun starts it, is written as `flowformer`."""
+    """The command line of this process; `python -m flowformer.cli`, as torchrun runs it, becomes `flowformer`."""
     program = Path(sys.argv[0])
     is_ours = program.parts[-3:] == ("flowformer", "cli", "__main__.py")
     return shlex.join(["flowformer" if is_ours else program.name, *sys.argv[1:]])
 
 
 def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = False) -> None:
-    """Record where a run comes from. The record of its start stays; each resumption is added under "resumed"."""
+    """Write provenance.json. After a resume, the facts of the start are kept and the new ones added to "resumed"."""
     path = folder / PROVENANCE
     if resumed and path.is_file():
         first = read_json(path)
@@ -114,7 +114,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory in MiB: of tensors on a GPU, of the process elsewhere."""
+    """Peak memory in MiB: of the tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -122,5 +122,5 @@ def peak_memory(device: torch.device) -> float:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, known before the process group is set up."""
+    """Whether this process is rank 0; works before the process group is set up."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,8 +1,8 @@
-"""Runs the tables of the paper: a queue whose only state is the folders of its runs.
+"""A queue that runs the tables of the paper; its only state is the folders of its runs.
 
 A run is a command, `flowformer train` or `flowformer fit`, in a folder named after its config. A finished run has a
-result.json, a running one a claim with a heartbeat; every other run is to do, from its newest checkpoint if there is
-one. So the queue survives its processes, and any number of them can share a folder.
+result.json, a running one a claim with a heartbeat. Every other run is pending, and starts from its newest checkpoint
+if there is one. A queue can therefore be stopped and restarted, and any number of processes can share its folder.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .tables import Cell
 LOG = "worker.log"
 ERROR = "error.txt"
 SPEED = "lra-speed.csv"
-MIN_FREE_BYTES = 256 * 2**20  # on the disk: a few checkpoints
-_POLL = 0.2  # seconds
-_START = 20.0  # seconds that a run takes to start; none is started with less time left
-# what tasks, data sets and methods need
+MIN_FREE_BYTES = 256 * 2**20  # disk space for a few checkpoints
+_POLL = 0.2  # seconds between checks of the running jobs
+_START = 20.0  # seconds that a run takes to start; with less time left, no run is started
+# packages that tasks, data sets and methods need
 _PACKAGES = {
     "decision": ("gymnasium", "mujoco", "h5py"),
     "images": ("timm", "PIL"),
@@ -52,16 +52,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a cell with a seed, or the benchmark of speeds.
+    """A run of a cell with a seed, or the speed benchmark.
 
     Args:
-        name: of the cell.
-        folder: of the run.
-        command: after `flowformer`.
-        done: the file that says that it is finished.
+        name: name of the cell.
+        folder: folder of the run.
+        command: arguments of `flowformer`.
+        done: file that exists once the job is finished.
+        minutes: approximate duration.
+        paper: the paper's score.
         alone: whether no other job may run at the same time, as for a benchmark.
-        blocked: what is missing, a package or data, in words; None is ready to run.
-        is_known: whether a table of results has it already, so that it need not run.
+        blocked: message that names the missing package or data; None if the job can run.
+        is_known: whether a table of results contains the run, so that the job is done.
     """
 
     name: str
@@ -84,7 +86,7 @@ class Job:
         return f"{self.name}, seed {self.seed}"
 
     def state(self) -> str:
-        """ "done", "running" with its host, "missing …", "failed" with the reason, or "to do" with its checkpoint."""
+        """The state in words: "done", "running on …", "missing …", "failed: …", or "to do" with its checkpoint."""
         if self.is_done:
             return "done"
         owner = claims.owner(self.folder)
@@ -108,16 +110,16 @@ def jobs(
     data_dir: Path | None = None,
     finished: Iterable[str] = (),
 ) -> list[Job]:
-    """The runs of a table, the most important first: the first seed of every cell, then the second.
+    """The runs of a table, in the order in which to start them: the first seed of every cell, then the second.
 
     Args:
         table: one of `tables.TABLES`, or "all".
         out: the folder of the queue.
-        cells: patterns such as "*JapaneseVowels*" or "lra/text/*" that the name of a cell has to match; none is all.
-        seeds: runs of a cell; None is what the table says.
-        overrides: of every recipe, each as key=value; results are labelled with them.
+        cells: patterns such as "*JapaneseVowels*" or "lra/text/*"; a cell must match one of them, if there are any.
+        seeds: number of seeds of each cell; None for the number that the table has.
+        overrides: key=value each, applied to every recipe; results are labelled with them.
         data_dir: the folder of all data sets.
-        finished: folders of runs, of this or another machine, that need not run again.
+        finished: folders of finished runs, on this or another machine, which do not run again.
     """
     for assignment in overrides:
         if assignment.partition("=")[0] in ("seed", "attention", "model.attention"):
@@ -131,15 +133,15 @@ def jobs(
     for pattern in cells:
         if not any(_matches(name, [pattern]) for name in known):
             raise ValueError(f"no cell of {table} matches {pattern!r}; there are {', '.join(known)}.")
-    found = [
+    prioritised = [
         (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir))
         for cell in chosen
         if _matches(cell.name, cells)
         for seed in range(seeds or cell.seeds)
     ]
-    ordered = [job for _, _, job in sorted(found, key=lambda each: each[:2])]
-    unique = {job.folder: job for job in reversed(ordered)}  # tables share runs
-    # a run has the same name below the folder of any queue
+    ordered = [job for _, _, job in sorted(prioritised, key=lambda each: each[:2])]
+    unique = {job.folder: job for job in reversed(ordered)}  # two tables may have the same run
+    # compare paths relative to the folder of a queue, since a run may be from a queue in another folder
     names = {path.parts[-count:] for path in map(Path, finished) for count in range(1, len(path.parts) + 1)}
     runs = [replace(job, is_known=job.folder.relative_to(out).parts in names) for job in reversed(unique.values())]
     return [*runs, *(job for job in speed if _matches(job.name, cells))]
@@ -163,17 +165,21 @@ def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: P
         config.data, json.dumps(config.data_options), data_dir
     )
     if cell.is_attention:
-        words = ["train", recipe, f"attention={method}", f"seed={seed}", *assignments, "--resume"]
+        arguments = ["train", recipe, f"attention={method}", f"seed={seed}", *assignments, "--resume"]
     else:
-        words = ["fit", recipe, method, *assignments, "--seed", str(seed)]
+        arguments = ["fit", recipe, method, *assignments, "--seed", str(seed)]
     if data_dir is not None:
-        words += ["--data", str(data_dir)]
-    command = (*words, "--out", str(folder), "--json")
+        arguments += ["--data", str(data_dir)]
+    command = (*arguments, "--out", str(folder), "--json")
     return Job(cell.name, seed, folder, command, folder / RESULT, cell.column.minutes, cell.paper(), blocked=blocked)
 
 
 def _missing_package(*needing: str) -> str | None:
-    """The packages that a task, a data set or a method needs and that are not installed, in words."""
+    """A message that names the packages that are not installed but needed, or None.
+
+    Args:
+        needing: names of a task, a data set and a method.
+    """
     packages = dict.fromkeys(package for name in needing for package in _PACKAGES.get(name, ()))
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"missing package: {', '.join(missing)}" if missing else None
@@ -181,7 +187,7 @@ def _missing_package(*needing: str) -> str | None:
 
 @cache
 def _missing_data(name: str, options: str, data_dir: Path | None) -> str | None:
-    """The data that is not there, in words; its options are JSON, since a cache needs hashable arguments."""
+    """A message that names the missing data, or None. The options are JSON, since a cache needs hashable arguments."""
     source = data.missing(name, data_dir, **json.loads(options))
     return None if source is None else f"missing data: {source.name}"
 
@@ -194,15 +200,18 @@ def _speed(out: Path) -> Job:
 
 @dataclass
 class Queue:
-    """Runs jobs side by side until they are done or the time is over.
+    """Runs jobs in parallel until they are done or the time is over.
 
     Args:
-        jobs: in the order in which to start them.
-        out: their folder.
-        pack: how many run at once.
-        minutes: after which everything has stopped, with a checkpoint; None is no end.
-        begun: when the minutes started, by `time.monotonic`; None is the start of `run`.
-        say: is called with a line for each event.
+        jobs: the jobs, in the order in which to start them.
+        out: the folder of the queue.
+        pack: number of jobs that run at the same time.
+        minutes: time limit, by which all jobs have stopped with a checkpoint; None for no limit.
+        begun: start of the time limit by `time.monotonic`; None for the start of `run`.
+        say: called with a line for each event.
+
+    Attributes: `failed`, the error message of each failed job by its label; `stopped`, why the queue stopped before its
+    jobs were done, or None.
     """
 
     jobs: list[Job]
@@ -223,8 +232,8 @@ class Queue:
     def run(self) -> None:
         """Run all jobs.
 
-        After Ctrl-C or SIGTERM, waits for the checkpoints of running jobs and raises `Interrupted`. A second Ctrl-C
-        ends the wait; the jobs still write their checkpoints.
+        After Ctrl-C or SIGTERM, wait for the checkpoints of running jobs and raise `Interrupted`. A second Ctrl-C ends
+        the wait; the jobs still write their checkpoints.
         """
         begun = time.monotonic() if self.begun is None else self.begun
         limit = float("inf") if self.minutes is None else begun + 60 * self.minutes
@@ -232,7 +241,7 @@ class Queue:
         stop_at = limit if self.minutes is None else limit - min(60.0, 15 * self.minutes)
         for job in self.jobs:
             if job.done.exists() and claims.owner(job.folder) is None:
-                _free(job)
+                _delete_checkpoints(job)
         waiting = deque(job for job in self.jobs if job.blocked is None and not job.is_done)
         self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
         with stop_requests() as interrupted:
@@ -259,8 +268,8 @@ class Queue:
         return None
 
     def _start(self, waiting: deque[Job], stop_at: float) -> bool:
-        """Start as many jobs as may run at once; False if nothing is left to start or to wait for."""
-        others = []  # claims of other processes
+        """Start jobs until `pack` are running. Return False if there is no job left to start or to wait for."""
+        others = []  # jobs that other processes have claimed, and their owners
         while waiting and len(self._running) < self.pack and time.monotonic() + _START < stop_at:
             job = waiting[0]
             if self._running and (job.alone or any(each.alone for each in self._running.values())):
@@ -283,7 +292,7 @@ class Queue:
         if not others:
             self.stopped = f"the {self.minutes:g} minutes are nearly over"
             return False
-        # wait for claims of this machine and for those about to expire; another machine may take hours
+        # wait for claims of this machine and for those that may be about to expire; another machine may take hours
         soon = [owner for _, owner in others if owner["here"] or owner["silent"] > 3 * claims.HEARTBEAT]
         if others and not soon:
             hosts = ", ".join(sorted({owner["host"] for _, owner in others}))
@@ -307,7 +316,7 @@ class Queue:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={"OMP_NUM_THREADS": threads, **os.environ, claims.PARENT: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C is for this process, which asks the runs to stop
+                start_new_session=True,  # only this process gets Ctrl-C; it then stops its jobs by SIGTERM
             )
         self._running[process] = job
 
@@ -322,7 +331,7 @@ class Queue:
             if code == 0 and unfinished.exists():
                 unfinished.replace(job.done)
             if job.done.exists():
-                _free(job)
+                _delete_checkpoints(job)
                 done = sum(each.is_done for each in self.jobs)
                 self.say(f"done: {job.label} ({done} of {len(self.jobs)})")
             elif code == 130:
@@ -332,13 +341,13 @@ class Queue:
             elif claims.owner(job.folder) is not None:
                 waiting.append(job)
             else:
-                self.failed[job.label] = message = _message(job.folder / LOG, code)
+                self.failed[job.label] = message = _failure_reason(job.folder / LOG, code)
                 self.say(f"failed: {job.label}: {message}")
                 with contextlib.suppress(OSError):
                     write_atomically(job.folder / ERROR, f"{message}\n")
 
     def _stop(self, limit: float) -> None:
-        """Ask running jobs to stop, wait for their checkpoints, and kill those that write none in time."""
+        """Send SIGTERM to running jobs, wait for their checkpoints, and kill the jobs that do not stop in time."""
         for process in self._running:
             process.send_signal(signal.SIGTERM)
         while self._running and time.monotonic() < limit - min(5.0, 0.05 * 60 * (self.minutes or 100)):
@@ -352,18 +361,18 @@ class Queue:
         self._running.clear()
 
 
-def _free(job: Job) -> None:
-    """Delete the checkpoints of a finished job: they would be most of the disk space of a queue."""
+def _delete_checkpoints(job: Job) -> None:
+    """Delete the checkpoints of a finished job, which would take most of the disk space of a queue."""
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
 
 
 def default_pack() -> int:
-    """Jobs to run at once: the models are small, so a GPU holds eight, and each keeps one core busy."""
+    """Default number of parallel jobs: models are small, so a GPU holds eight, and each keeps one core busy."""
     return min(8, max(1, cores() // 2)) if torch.cuda.is_available() else min(8, cores())
 
 
-def _message(log: Path, code: int) -> str:
-    """Why a run failed: the last error in its log."""
+def _failure_reason(log: Path, code: int) -> str:
+    """The reason why a run failed: the last error in its log, else its exit code and the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith("error:"):

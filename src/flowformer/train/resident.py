@@ -16,13 +16,13 @@ from ..data.splits import MASKS, Columns, FlatSequences
 from .config import TrainConfig
 from .tasks import Batch
 
-MAX_BYTES = 4 * 2**30  # of a dataset: the rest of the GPU's memory is for the model
+MAX_BYTES = 4 * 2**30  # size of a dataset; the rest of the GPU memory is for the model
 
 
 class DeviceColumn:
-    """One key of all cases, on the device: rows of a tensor, or cases of any length end to end.
+    """The values of one key for all examples, on the device: rows of a tensor, or concatenated sequences.
 
-    The bounds of the cases stay on the host, which needs them for the shape of a batch.
+    The bounds of the sequences stay on the host, which needs them for the shape of a batch.
     """
 
     def __init__(self, column: Any, device: torch.device) -> None:
@@ -39,29 +39,31 @@ class DeviceColumn:
         self.flat, self.lengths = flat.to(device), ends - self.starts
 
     def take(self, chosen: Tensor, length: int | None) -> tuple[Tensor, Tensor | None]:
-        """The chosen cases (B, N, ...), padded with zeros where they are shorter than the longest, and then a mask.
+        """The chosen examples (B, N, ...), padded with zeros to the longest, and their mask (B, N).
+
+        The mask is None if no example is padded.
 
         Args:
             chosen: (B,), on the CPU.
-            length: pad at least to this length.
+            length: minimum length to pad to.
         """
         if self.rows is not None:
-            return self.rows[_sent(chosen, self.rows.device)], None
+            return self.rows[_to_device(chosen, self.rows.device)], None
         device, lengths = self.flat.device, self.lengths[chosen]
         longest = max(int(lengths.max()), length or 0)
-        starts, counts = _sent(torch.stack((self.starts[chosen], lengths)), device)  # in one copy
+        starts, counts = _to_device(torch.stack((self.starts[chosen], lengths)), device)  # stacked for a single copy
         offsets = torch.arange(longest, device=device)
         mask = offsets < counts[:, None]  # (B, N)
-        found = self.flat[torch.where(mask, starts[:, None] + offsets, 0)]
+        values = self.flat[torch.where(mask, starts[:, None] + offsets, 0)]
         if self.shift is not None:
-            found = found.long() + self.shift
+            values = values.long() + self.shift
         if int(lengths.min()) == longest:
-            return found, None
-        return found.masked_fill_(~mask.view(*mask.shape, *(1,) * (found.dim() - 2)), 0), mask
+            return values, None
+        return values.masked_fill_(~mask.view(*mask.shape, *(1,) * (values.dim() - 2)), 0), mask
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device, by an asynchronous copy."""
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy x to the device asynchronously."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -71,7 +73,7 @@ def applies(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool
 
 
 def fits(dataset: Dataset) -> bool:
-    """Whether items are read from columns without augmentation, and the columns take at most MAX_BYTES."""
+    """Whether the items come from columns without augmentation, and the columns take at most MAX_BYTES."""
     return (
         type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= MAX_BYTES
     )
@@ -84,8 +86,8 @@ def batches(
 
     Args:
         dataset: one that `fits`.
-        order: numbers and indices, as of `MicroBatches`.
-        length: as of `data.collate`.
+        order: pairs of number and indices, as from `MicroBatches`.
+        length: as in `data.collate`.
     """
     columns = {key: DeviceColumn(column, device) for key, column in _columns(dataset).items()}
     for _, indices in order:

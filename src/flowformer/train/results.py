@@ -1,4 +1,4 @@
-"""Finished runs as rows with their provenance, and trained models evaluated or drawn again."""
+"""Results of finished runs: table rows with their provenance, new evaluations of their models, and figures."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NUMBERS = (
     "peak_memory_mib",
 )
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
-# fields that do not change the experiment
+# fields of a config in which runs of the same experiment may differ
 _SAME_EXPERIMENT = (
     "seed",
     "workers",
@@ -83,17 +83,17 @@ _SAME_EXPERIMENT = (
     "keep",
     "model.attention",
 )
-# fields that change only the arithmetic: such runs are compared with the paper, and labelled
+# fields that change only the arithmetic: runs that differ in them are compared with the paper, with a label
 ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
 def collect(sources: Iterable[Path]) -> list[Row]:
-    """A row for each finished run; one that is found twice counts once.
+    """A row for each finished run; duplicates are dropped.
 
     Args:
         sources: folders with runs somewhere below them, and CSV files that `write_csv` wrote.
     """
-    found: dict[tuple, Row] = {}
+    collected: dict[tuple, Row] = {}
     for source in sources:
         if not source.exists():
             raise FileNotFoundError(f"there is no {source}; accepted: a folder with runs below it, or a results.csv.")
@@ -103,11 +103,11 @@ def collect(sources: Iterable[Path]) -> list[Row]:
             else (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
         )
         for row in rows:
-            known = found.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
-            # the same run may be found as a folder and as a row of a CSV: keep the folder
-            if not Path(known["folder"]).is_dir() and Path(row["folder"]).is_dir():
-                known.update(row)
-    return sorted(found.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
+            first = collected.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
+            # if the same run is both a row of a CSV and a folder, keep the folder
+            if not Path(first["folder"]).is_dir() and Path(row["folder"]).is_dir():
+                first.update(row)
+    return sorted(collected.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
 
 def same_experiment(differences: str) -> bool:
@@ -129,18 +129,18 @@ def is_arithmetic(override: str) -> bool:
 
 
 def comparable_score(fields: dict[str, Any], attention: str) -> float | None:
-    """The paper's number for a run; None where the paper prints none, or the run is another experiment.
+    """The paper's score for a run; None if the paper has none, or the run is another experiment.
 
     Args:
-        fields: the content of its config.json.
-        attention: its attention, or its method.
+        fields: the content of config.json of the run.
+        attention: the attention or the method of the run.
     """
     same = same_experiment(" ".join(differences(fields)))
     return paper_score(fields["recipe"], attention) if same else None
 
 
 def differences(fields: dict[str, Any]) -> list[str]:
-    """What a config has that its recipe has not, each as key=value; the seed and the attention are no difference.
+    """The values of a config that differ from its recipe, each as key=value; seed and attention are left out.
 
     Args:
         fields: the content of a config.json.
@@ -150,19 +150,23 @@ def differences(fields: dict[str, Any]) -> list[str]:
     if method_of(fields) is not None:
         recipe = recipes.get(fields["recipe"])
         steps = {"steps": recipe.steps} if recipe.task == "decision" else {}
-        own: dict[str, Any] = {"options": steps, "data_options": recipe.data_options, "episodes": recipe.final_episodes}
-        before, after = (
-            {f"{part}.{key}": value for part in ("options", "data_options") for key, value in side[part].items()}
-            | {"final_episodes": side["episodes"]}
-            for side in (own, fields)
+        defaults: dict[str, Any] = {
+            "options": steps,
+            "data_options": recipe.data_options,
+            "episodes": recipe.final_episodes,
+        }
+        default, actual = (
+            {f"{part}.{key}": value for part in ("options", "data_options") for key, value in source[part].items()}
+            | {"final_episodes": source["episodes"]}
+            for source in (defaults, fields)
         )
-        return [f"{key}={_text(value)}" for key, value in after.items() if before.get(key) != value]
+        return [f"{key}={_text(value)}" for key, value in actual.items() if default.get(key) != value]
     config = from_dict(fields)
-    before = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
+    default = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
     return [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
-        if key not in _SAME_EXPERIMENT and not isinstance(value, FlowVariant) and before.get(key) != value
+        if key not in _SAME_EXPERIMENT and not isinstance(value, FlowVariant) and default.get(key) != value
     ]
 
 
@@ -197,7 +201,7 @@ def _row(run: Path) -> Row:
 
 
 def _multiply_adds(config: TrainConfig) -> int | None:
-    """Of one image; other inputs have no fixed length."""
+    """Multiply-adds for one image; None for other tasks, whose inputs have no fixed length."""
     if config.task != "images":
         return None
     size = config.model.image_size  # type: ignore[union-attr]  # the task's models have one
@@ -208,7 +212,7 @@ def _multiply_adds(config: TrainConfig) -> int | None:
 
 
 def _typed(row: Row) -> Row:
-    """Numbers as numbers; what is not there is None."""
+    """Convert the numeric columns from text. Missing numbers become None, other missing values an empty text."""
     kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}
     return {
         name: (None if value in (None, "") else kinds[name](value)) if name in kinds else "" if value is None else value
@@ -232,7 +236,7 @@ def _read_csv(path: Path) -> Iterable[Row]:
         for row in reader:
             try:
                 if None in row or None in row.values():
-                    raise ValueError(f"it has not {len(reader.fieldnames or ())} columns")
+                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns")
                 yield _typed({name: row[name] for name in _COLUMNS})
             except ValueError as error:
                 raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
@@ -241,12 +245,13 @@ def _read_csv(path: Path) -> Iterable[Row]:
 def evaluate_run(
     run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """The scores of a model of a run, computed anew in the precision of the run.
+    """Evaluate a model of a run again, in the precision of the run, and return its scores.
 
     Args:
         run: the folder of the run.
         model: "final" or "best".
         split: "test" or "valid".
+        data_dir: the folder of all data sets.
     """
     config, task, trained = _open(run, model)
     splits = data.load(config.data, data_dir, **config.data_options)
@@ -269,7 +274,12 @@ def evaluate_run(
 def draw_maps(
     run: Path, *, model: str = "final", data_dir: str | Path | None = None, splits: data.Splits | None = None
 ) -> Figure:
-    """Competition and allocation over one test example of each class, up to nine; arguments as of `evaluate_run`."""
+    """Draw competition and allocation over one test example of each class, up to nine.
+
+    Args:
+        run, model, data_dir: as in `evaluate_run`.
+        splits: the data; None loads the data set of the run from data_dir.
+    """
     from .. import viz
 
     config, _, trained = _open(run, model)
@@ -280,19 +290,19 @@ def draw_maps(
 
 @torch.no_grad()
 def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str | Path | None = None) -> Figure:
-    """What the attention of each run gives weight to, over the same test examples, one of each class, up to nine.
+    """Draw the attention weights of each run over the same test examples, one of each class, up to nine.
 
     Args:
         runs: folders of runs on the same data.
-        model, data_dir: as of `evaluate_run`.
+        model, data_dir: as in `evaluate_run`.
     """
     from .. import viz
 
     opened = [_open(run, model) for run in runs]
     config = opened[0][0]
-    read = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
-    if len(read) > 1:
-        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(read))}.")
+    data_sets = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
+    if len(data_sets) > 1:
+        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(data_sets))}.")
     titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
     labels = [other.model.attention for other, _, _ in opened]
     if len(set(labels)) < len(labels):
@@ -303,7 +313,7 @@ def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str
 
 
 def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:
-    """One test example of each class, up to nine: their titles, and what the figures take."""
+    """One test example of each class, up to nine: their titles, and the inputs of the drawing functions of `viz`."""
     if config.task not in ("series", "images"):
         raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
     examples: dict[int, Any] = {}
@@ -324,19 +334,20 @@ def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tupl
 def draw_figures(
     rows: list[Row], folder: Path, data_dir: str | Path | None = None
 ) -> tuple[dict[str, Path], dict[str, Exception]]:
-    """The maps of the first Flow-Attention run of each data set, by their captions; what is drawn already stays.
+    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides. Existing images are kept.
 
     Args:
-        rows: of `collect`; runs without a model, as they come back from another machine, are left out.
-        folder: for the images.
+        rows: from `collect`; runs without a model, such as rows of a CSV from another machine, are left out.
+        folder: where to write the images.
+        data_dir: the folder of all data sets.
 
-    Returns: the figures, none where matplotlib is not installed, and by their captions the errors of those whose data
-    is missing or damaged.
+    Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data is
+    missing or damaged, by their captions.
     """
     figures: dict[str, Path] = {}
-    left_out: dict[str, Exception] = {}
+    failed: dict[str, Exception] = {}
     if importlib.util.find_spec("matplotlib") is None:
-        return figures, left_out
+        return figures, failed
     for row in rows:
         run = Path(row["folder"])
         drawable = (
@@ -347,21 +358,21 @@ def draw_figures(
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
         path = folder / f"{run.parent.name}-{run.name}.png"
-        if caption in figures or caption in left_out:
+        if caption in figures or caption in failed:
             continue
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
             except (data.MissingDataError, data.DamagedDataError) as error:
-                left_out[caption] = error
+                failed[caption] = error
                 continue
         figures[caption] = path
-    return figures, left_out
+    return figures, failed
 
 
 def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
-    """The figure of the CSV that `flowformer bench lra` wrote, by its caption; nothing where matplotlib is missing."""
+    """Draw the CSV that `flowformer bench lra` wrote. Return the image by its caption; empty without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return {}
     from .. import viz
@@ -373,6 +384,7 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 
 
 def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
+    """The config, the task and the trained model of a run."""
     if not (run / CONFIG).is_file():
         raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
     method = method_of(read_json(run / CONFIG))

@@ -1,9 +1,9 @@
 """The paper's tables filled in: mean and deviation over seeds, final and best evaluation, and the paper's number.
 
-The overrides of a run are its protocol, such as epochs=8, and its arithmetic, such as precision=tf32. Runs of one
-protocol share a table, the recipe's own first. In it a method has runs of one arithmetic, with a footnote if that is
-not the recipe's: all methods stand side by side, and no mean or average mixes runs of two kinds. Its runs of any other
-arithmetic are in a table after that.
+The overrides of a run are split into its protocol, such as epochs=8, and its arithmetic, such as precision=tf32. Each
+protocol has a table with all methods, the recipe's protocol first. There, each method has runs of a single arithmetic,
+with a footnote if it differs from the recipe's, so that no mean mixes two kinds of runs. Runs in other arithmetic
+follow in tables of further runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Score:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """None for a single run; NaN if a run diverged, since `statistics` takes finite numbers only."""
+    """The standard deviation: None for a single run; NaN if a run diverged, since `statistics` needs finite numbers."""
     if len(values) < 2:
         return None
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
@@ -54,9 +54,9 @@ class Filled:
 
     Args:
         compared: which evaluation the paper reports.
-        final, best: over the runs.
-        runs: a row each; of an average, none.
-        paper, paper_deviation: None where the paper has no number, or the runs are not what it describes.
+        final, best: scores of the two evaluations over the runs.
+        runs: the rows of the runs; empty for an average.
+        paper, paper_deviation: the paper's numbers; None if it has none, or the runs are another experiment.
     """
 
     compared: Evaluation
@@ -76,14 +76,14 @@ class Filled:
 
     @property
     def other(self) -> str | None:
-        """The evaluation that is not compared; None where it is the same."""
+        """The evaluation that is not compared with the paper; None if both are the same."""
         if self.final == self.best:
             return None
         return f"final {self.final}" if self.compared == "best" else f"best {self.best}"
 
     @property
     def texts(self) -> list[str]:
-        """Our number; below it the paper's, and our other evaluation."""
+        """The lines of the cell: our number, then the paper's, then our other evaluation."""
         seeds = f" ({len(self.runs)})" if len(self.runs) > 1 else ""
         texts = [f"{self.score}{seeds}"]
         if self.paper is not None:
@@ -97,9 +97,10 @@ class Line:
     """A method in a table.
 
     Args:
-        arithmetic: the overrides that its runs share and that do not change the protocol.
-        cells: by the label of their column.
-        figures: besides the score, by their headings, each as our number and the paper's below it.
+        arithmetic: the overrides of the arithmetic that its runs share.
+        cells: the cells by the label of their column.
+        average: the average over the columns, or None.
+        figures: further numbers by their headings, each as lines: our number, then the paper's.
     """
 
     method: Method
@@ -114,8 +115,9 @@ class FilledTable:
     """A table with the lines and columns that have a run of one protocol.
 
     Args:
-        protocol: the overrides that make it another experiment than the recipe's; empty for none.
-        arithmetic: of all runs, in a table of further runs; None where methods differ in it, which footnotes say.
+        protocol: the overrides that change the experiment; empty for the recipe's protocol.
+        arithmetic: in a table of further runs, the arithmetic of all its runs; None in the table of all methods, where
+            footnotes name the arithmetic of each method.
     """
 
     table: Table
@@ -141,12 +143,12 @@ class FilledTable:
 
     @property
     def footnotes(self) -> list[str]:
-        """The arithmetics that lines are marked with."""
+        """The arithmetic overrides that have a footnote."""
         marked = self.lines if self.arithmetic is None else ()
         return list(dict.fromkeys(line.arithmetic for line in marked if line.arithmetic))
 
     def label(self, line: Line) -> str:
-        """The method, with the mark of its footnote."""
+        """The label of a line: its method, with the mark of its footnote."""
         if line.arithmetic not in self.footnotes:
             return line.method.label
         return f"{line.method.label} {_mark(self.footnotes.index(line.arithmetic))}"
@@ -159,7 +161,7 @@ class FilledTable:
 
     @property
     def note(self) -> str:
-        """What stands above the table: how to read its numbers, and the footnotes."""
+        """The text above the table: how to read its numbers, and the footnotes."""
         chosen = {run["best_chosen_on"] for run in self.runs}
         sets = sorted({"test": "test", "valid": "validation"}[each] for each in chosen - {"nothing"})
         best = f"best evaluation, selected on the {' or '.join(sets)} set" if sets else "best evaluation"
@@ -188,7 +190,7 @@ class FilledTable:
         return " ".join(sentences)
 
     def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | list[str] | None]]]]:
-        """Headings, and lines of cells, in the paper's orientation."""
+        """The headings, and the label and cells of each line, in the paper's orientation."""
         averaged = any(line.average is not None for line in self.lines)
         names = [column.label for column in self.columns] + ([self.average_label] if averaged else [])
 
@@ -198,8 +200,8 @@ class FilledTable:
         if self.table.methods_across:
             headings = [self.label(line) for line in self.lines]
             return headings, [(name, [cell(line, name) for line in self.lines]) for name in names]
-        known = [_heading(self.table, column, figure) for column in self.columns for figure in _SIZES]
-        extra = [heading for heading in known if any(heading in line.figures for line in self.lines)]
+        headings = [_heading(self.table, column, figure) for column in self.columns for figure in _SIZES]
+        extra = [heading for heading in headings if any(heading in line.figures for line in self.lines)]
         return [*names, *extra], [
             (self.label(line), [*(cell(line, name) for name in names), *(line.figures.get(each) for each in extra)])
             for line in self.lines
@@ -207,7 +209,7 @@ class FilledTable:
 
 
 def _heading(table: Table, column: Column, figure: str) -> str:
-    """Of a figure; with the column where there are several, whose models differ in size."""
+    """The heading of a figure; in a table with several columns it names the column, since model sizes differ."""
     return _SIZES[figure] if len(table.columns) == 1 else f"{column.label}, {_SIZES[figure]}"
 
 
@@ -220,20 +222,21 @@ Runs = dict[str, dict[Column, list[Row]]]
 
 
 def fill(rows: Iterable[Row]) -> list[FilledTable]:
-    """The tables that have runs, without those that only repeat runs of tables before them."""
+    """The tables that have runs, except tables whose runs are all in earlier tables."""
     printed = [table for tables in TABLES.values() for table in tables if table != FIGURES]
     cells = [cell for table in printed for cell in table.cells()]
-    found: dict[Table, dict[str, dict[Method, Runs]]] = {table: {} for table in printed}
+    by_table: dict[Table, dict[str, dict[Method, Runs]]] = {table: {} for table in printed}
     for row in rows:
-        homes = [(cell, *_beyond(cell, row)) for cell in cells if _is_of(cell, row)]
-        nearest = min((len(protocol) for _, protocol, _ in homes), default=0)
-        for cell, protocol, arithmetic in homes:
+        matches = [(cell, *_extra_overrides(cell, row)) for cell in cells if _belongs_to(cell, row)]
+        # a row may match a cell with overrides and one without: it goes to the cells that explain most of its overrides
+        nearest = min((len(protocol) for _, protocol, _ in matches), default=0)
+        for cell, protocol, arithmetic in matches:
             if len(protocol) == nearest:
-                of_method = found[cell.table].setdefault(" ".join(protocol), {}).setdefault(cell.method, {})
-                of_method.setdefault(" ".join(arithmetic), {}).setdefault(cell.column, []).append(row)
+                method_runs = by_table[cell.table].setdefault(" ".join(protocol), {}).setdefault(cell.method, {})
+                method_runs.setdefault(" ".join(arithmetic), {}).setdefault(cell.column, []).append(row)
     shown: set[int] = set()
     filled = []
-    for table, protocols in found.items():
+    for table, protocols in by_table.items():
         for overrides in sorted(protocols):
             for each in _tables(table, overrides, protocols[overrides]):
                 runs = {id(run) for run in each.runs}
@@ -243,28 +246,30 @@ def fill(rows: Iterable[Row]) -> list[FilledTable]:
     return filled
 
 
-def _is_of(cell: Cell, row: Row) -> bool:
-    own = _own(cell) <= set(row["overrides"].split())
-    return own and (row["recipe"].removesuffix(PUBLISHED), row["attention"]) == (cell.column.recipe, cell.method.name)
+def _belongs_to(cell: Cell, row: Row) -> bool:
+    """Whether a run is of the recipe and method of a cell, and has all overrides of the cell."""
+    has_overrides = _cell_overrides(cell) <= set(row["overrides"].split())
+    recipe = row["recipe"].removesuffix(PUBLISHED)
+    return has_overrides and (recipe, row["attention"]) == (cell.column.recipe, cell.method.name)
 
 
-def _own(cell: Cell) -> set[str]:
+def _cell_overrides(cell: Cell) -> set[str]:
     """The overrides of a cell, as `results.differences` writes them."""
     return {
         each if cell.is_attention or each.startswith(DATA_OPTIONS) else f"options.{each}" for each in cell.overrides
     }
 
 
-def _beyond(cell: Cell, row: Row) -> tuple[list[str], list[str]]:
-    """The overrides of a run that its cell does not have: protocol and arithmetic."""
-    more = [each for each in row["overrides"].split() if each not in _own(cell)]
+def _extra_overrides(cell: Cell, row: Row) -> tuple[list[str], list[str]]:
+    """The overrides of a run that its cell does not have: those of the protocol, and those of the arithmetic."""
+    extra = [each for each in row["overrides"].split() if each not in _cell_overrides(cell)]
     protocol = [PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []
-    protocol += [each for each in more if not is_arithmetic(each)]
-    return protocol, [each for each in more if is_arithmetic(each)]
+    protocol += [each for each in extra if not is_arithmetic(each)]
+    return protocol, [each for each in extra if is_arithmetic(each)]
 
 
 def _tables(table: Table, protocol: str, runs: dict[Method, Runs]) -> Iterator[FilledTable]:
-    """The table of all methods, then those of the arithmetics that did not get into it."""
+    """The table of all methods, then one for each arithmetic with further runs."""
     chosen = {method: _fullest(runs[method]) for method in table.methods if method in runs}
     first = [(method, arithmetic, runs[method][arithmetic]) for method, arithmetic in chosen.items()]
     yield _table(table, protocol, None, first)
@@ -275,22 +280,23 @@ def _tables(table: Table, protocol: str, runs: dict[Method, Runs]) -> Iterator[F
         if arithmetic != chosen[method]
     ]
     for each in sorted({arithmetic for _, arithmetic, _ in further}):
-        yield _table(table, protocol, each, [found for found in further if found[1] == each])
+        yield _table(table, protocol, each, [entry for entry in further if entry[1] == each])
 
 
 def _table(
     table: Table,
     protocol: str,
     arithmetic: str | None,
-    found: list[tuple[Method, str, dict[Column, list[Row]]]],
+    entries: list[tuple[Method, str, dict[Column, list[Row]]]],
 ) -> FilledTable:
-    columns = tuple(column for column in table.columns if any(column in cells for _, _, cells in found))
-    lines = (_line(table, method, each, cells, columns, protocol) for method, each, cells in found)
+    """The table with these entries, each a method, its arithmetic, and its runs by column."""
+    columns = tuple(column for column in table.columns if any(column in cells for _, _, cells in entries))
+    lines = (_line(table, method, each, cells, columns, protocol) for method, each, cells in entries)
     return FilledTable(table, protocol, arithmetic, columns, tuple(lines))
 
 
 def _fullest(runs: Runs) -> str:
-    """The arithmetic with the most columns, then with the most runs; the recipe's own wins a tie."""
+    """The arithmetic with the most columns, then with the most runs; in a tie, the recipe's arithmetic."""
     return min(runs, key=lambda each: (-len(runs[each]), -sum(map(len, runs[each].values())), each))
 
 
@@ -298,19 +304,19 @@ def _line(
     table: Table,
     method: Method,
     arithmetic: str,
-    found: dict[Column, list[Row]],
+    runs: dict[Column, list[Row]],
     columns: Sequence[Column],
     protocol: str,
 ) -> Line:
     comparable = same_experiment(protocol)
     filled = {
-        column: _cell(Cell(table, method, column), found[column], comparable) for column in columns if column in found
+        column: _cell(Cell(table, method, column), runs[column], comparable) for column in columns if column in runs
     }
     average = _average(table, method, filled, columns, comparable)
     figures = {
         heading: texts
         for column in filled
-        for heading, texts in _figures(Cell(table, method, column), found[column], comparable).items()
+        for heading, texts in _figures(Cell(table, method, column), runs[column], comparable).items()
     }
     return Line(method, arithmetic, {column.label: x for column, x in filled.items()}, average, figures)
 
@@ -324,25 +330,25 @@ def _cell(cell: Cell, rows: list[Row], comparable: bool) -> Filled:
 def _average(
     table: Table, method: Method, filled: dict[Column, Filled], columns: Sequence[Column], comparable: bool
 ) -> Filled | None:
-    """The average over the columns that are no stand-ins; None if one of them has no run, or there is only one."""
+    """The average over the columns that are not stand-ins; None if one of them has no run, or there is only one."""
     counted = [column for column in columns if not column.stands_in]
     if table.family is None or len(counted) < 2 or any(column not in filled for column in counted):
         return None
     seeds = [{row["seed"]: row for row in filled[column].runs} for column in counted]
     shared = set.intersection(*(set(each) for each in seeds))
-    whole = all(len(each) == len(shared) for each in seeds)
+    same_seeds = all(len(each) == len(shared) for each in seeds)
 
     def score(which: str) -> Score:
         mean = statistics.fmean(getattr(filled[column], which).mean for column in counted)
         by_seed = [statistics.fmean(each[seed][which] for each in seeds) for seed in sorted(shared)]
-        return Score(mean, _deviation(by_seed) if whole else None)
+        return Score(mean, _deviation(by_seed) if same_seeds else None)
 
     paper = table.paper_average(method.name, counted) if comparable else None
     return Filled(table.compared, score("final"), score("best"), (), None if paper is None else round(paper, 2))
 
 
 def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[str]]:
-    """Top-5, parameters and multiply-adds, ours and the paper's, by their headings."""
+    """Top-5 accuracy, parameters and multiply-adds by their headings, each as lines: ours, then the paper's."""
     ours = {
         "top5": [row[f"top5_{cell.table.compared}"] for row in rows],
         "parameters": [row["parameters"] and row["parameters"] / 1e6 for row in rows],
@@ -359,7 +365,7 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[st
 
 
 def markdown(rows: list[Row]) -> str:
-    """The filled tables, then every run with what differs from its recipe; the CSV has the rest."""
+    """The filled tables, then a list of all runs with their differences from the recipe; the CSV has more columns."""
     blocks = ["# Results"]
     for table in fill(rows):
         headings, lines = table.grid()
@@ -396,12 +402,13 @@ def _markdown_table(headings: list[str], lines: list[list[str]]) -> str:
 
 
 def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = None) -> list[Path]:
-    """results.csv, a row a run; results.md, the tables; results.html, the tables with curves, figures and provenance.
+    """Write results.csv, with a row per run; results.md, with the tables; and results.html, with tables and curves.
 
     Args:
-        figures: images of the page by their captions.
+        rows: the runs, from `collect`.
+        figures: images for the HTML page by their captions.
 
-    Returns: what was written; without matplotlib there is no page.
+    Returns: the files that were written; without matplotlib there is no HTML page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     csv, text, html = (folder / f"results.{kind}" for kind in ("csv", "md", "html"))

@@ -1,6 +1,6 @@
-"""The tables of the paper as data: which recipe and which method each cell is, in the paper's layout.
+"""The tables of the paper as data: the recipe and the method of each cell, in the paper's layout.
 
-To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the cells, `results` fills the tables in.
+To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the cells, `summary` fills the tables in.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Evaluation = Literal["final", "best"]
 
 @dataclass(frozen=True)
 class Method:
-    """A row: an attention, or a method that is not one.
+    """A row: an attention, or a method without attention.
 
     Args:
-        label: as the paper prints it.
-        name: of the attention, or of the method that is none.
-        overrides: of the recipe.
-        seeds: runs of a cell; None is what the table says.
+        label: label in the paper.
+        name: name of the attention, or of the method.
+        overrides: overrides of the recipe.
+        seeds: number of seeds of a cell; None for the number that the table has.
     """
 
     label: str
@@ -42,11 +42,12 @@ class Column:
     """A data set.
 
     Args:
-        label: as the paper prints it.
-        recipe: its name.
-        minutes: roughly what a run takes on an H200 that eight runs share.
-        overrides: of the recipe.
-        stands_in: whether it replaces data that are not available; it is not compared with the paper, nor averaged.
+        label: label in the paper.
+        recipe: name of the recipe.
+        minutes: approximate duration of a run on an H200 that eight runs share.
+        overrides: overrides of the recipe.
+        stands_in: whether it replaces data that are not available; it is neither compared with the paper nor part of
+            averages.
     """
 
     label: str
@@ -61,14 +62,14 @@ class Table:
     """A table of the paper.
 
     Args:
-        name: of the table.
-        title: what its numbers are.
-        columns, methods: what it is made of.
-        seeds: runs of a cell.
-        compared: which of our numbers is what the paper reports, the final evaluation or the best.
-        family: of the printed averages, see `paper_average`; None is a table without.
-        figures: what is shown besides the score.
-        methods_across: whether the paper has a column for each method, not a row.
+        name: name of the table.
+        title: title with the unit of the scores.
+        columns, methods: the data sets and the methods.
+        seeds: number of seeds of a cell.
+        compared: which of our evaluations corresponds to the paper's score, the final or the best.
+        family: key of the averages that the paper prints, see `paper_average`; None if it prints none.
+        figures: further numbers that the table shows.
+        methods_across: whether methods are columns in the paper, and data sets rows.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Table:
                 yield Cell(self, method, column)
 
     def paper_average(self, method: str, columns: Sequence[Column]) -> float | None:
-        """The paper's average over some columns: as printed over all of them, else of the scores it prints."""
+        """The paper's average over some columns: as printed if these are all columns, else computed from its scores."""
         if len(columns) == len([column for column in self.columns if not column.stands_in]) and self.family:
             return paper_average(self.family, method)
         scores = [paper_figure(column.recipe, method) for column in columns]
@@ -123,7 +124,7 @@ class Cell:
         """The config of a run of the cell.
 
         Args:
-            overrides: more of them; a method that is no attention takes those of the data alone.
+            overrides: further overrides; a method without attention takes only those of the data.
         """
         chosen = self.assignments(overrides)
         if not self.is_attention:
@@ -132,14 +133,14 @@ class Cell:
         return override(recipes.get(self.column.recipe), [attention, f"seed={seed}", *chosen])
 
     def assignments(self, overrides: Sequence[str]) -> list[str]:
-        """The overrides of the cell and those of the user, as far as they are for it."""
+        """The overrides of the cell, and those of `overrides` that apply to it."""
         return [*self.overrides, *(each for each in overrides if self.is_attention or each.startswith(DATA_OPTIONS))]
 
     def paper(self, figure: Figure = "score") -> float | None:
         return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
 
 
-# run first, in this order
+# methods that run first, in this order
 PRIORITY = ("flow", "softmax", "linear", "flow-without-competition", "flow-without-allocation")
 _REMOVALS = (
     Method("Flowformer w/o competition", "flow-without-competition"),
@@ -293,7 +294,11 @@ _RL_METHODS = (
 
 
 def _games(versions: dict[str, str | None]) -> tuple[Column, ...]:
-    """The nine data sets; an environment with a version has data of our own."""
+    """The nine data sets.
+
+    Args:
+        versions: by environment, the version of data that we generated ourselves; None for the data of D4RL.
+    """
     return tuple(
         Column(
             f"{environment} {quality}",
@@ -355,7 +360,7 @@ REMOVALS = Table(
     seeds=1,
 )
 
-# whose competition and allocation are drawn
+# runs whose competition and allocation are drawn
 FIGURES = Table(
     "figures",
     "Runs whose maps are drawn, accuracy in %",
@@ -369,7 +374,7 @@ FIGURES = Table(
     compared="best",
 )
 
-# what `flowformer reproduce` takes; "speed" is a benchmark and has no runs
+# names that `flowformer reproduce` accepts; "speed" is a benchmark without runs
 TABLES: dict[str, tuple[Table, ...]] = {
     "uea": (UEA,),
     "lra": (LRA,),
@@ -384,7 +389,7 @@ ALL = "all"
 
 
 def select(name: str) -> list[Table]:
-    """The tables of a name; "all" is every one.
+    """The tables of a name of `TABLES`, or all tables for "all".
 
     >>> [table.name for table in select("vision")]
     ['imagenet', 'imagenet-deit', 'imagenet-vit', 'cifar10']

@@ -1,4 +1,4 @@
-"""The tasks: what a batch, a loss and a metric are in each family of the paper. The loop knows no model and no data.
+"""The tasks: batches, losses and metrics of each family of the paper. The loop is independent of models and data.
 
 Shapes: B batch, N tokens or steps, T steps of a trajectory.
 """
@@ -45,17 +45,17 @@ class Task:
     """A task: its models, their inputs, and how their outputs are scored.
 
     Args:
-        models: the classes, one for each class of config.
-        inputs: the keys of a batch that the model takes, in order; one that is not in the batch is None.
-        metric: the name of the score that says which evaluation is the best.
-        higher_is_better: whether that is the largest one.
+        models: the model classes; the class of a config selects one of them.
+        inputs: keys of a batch in the order of the model's arguments; the argument of a missing key is None.
+        metric: name of the score that selects the best evaluation.
+        higher_is_better: whether the best score is the largest.
     """
 
     models: tuple[type[FlowModel], ...]
     inputs: tuple[str, ...]
     metric: str
     higher_is_better: bool
-    # field of the model's config → field of DataInfo that decides it
+    # field of the model's config → field of DataInfo from which it is filled in
     sizes: ClassVar[dict[str, str]] = {
         "num_classes": "num_classes",
         "vocab_size": "vocab_size",
@@ -68,17 +68,17 @@ class Task:
     targets: ClassVar[tuple[str, ...]] = ()
 
     def check_data(self, splits: Splits) -> None:
-        """Raise unless the data have what the task takes."""
-        found = splits.train[0]
-        absent = [key for key in (*self.inputs, *self.targets) if key not in found and not key.endswith("mask")]
+        """Raise unless the data have the keys that the task needs."""
+        example = splits.train[0]
+        absent = [key for key in (*self.inputs, *self.targets) if key not in example and not key.endswith("mask")]
         if absent:
             raise ValueError(
-                f"{splits.info.name} has {', '.join(found)}, but the task needs {', '.join(absent)}. Pass data of the "
-                "same kind as the recipe's."
+                f"{splits.info.name} has {', '.join(example)}, but the task needs {', '.join(absent)}. Pass data of "
+                "the same kind as the recipe's."
             )
 
     def fitted(self, config: TrainConfig, info: DataInfo) -> TrainConfig:
-        """The config with the sizes that the data decides."""
+        """The config with the model sizes that the data determine."""
         known = {field.name for field in dataclasses.fields(config.model)}
         sizes = {
             name: getattr(info, source)
@@ -98,7 +98,7 @@ class Task:
         return [batch.get(key) for key in self.inputs]
 
     def count(self, batch: Batch) -> Tensor:
-        """The number of terms in the loss of a batch: examples, tokens or numbers of actions."""
+        """The number of terms in the loss of a batch: examples, tokens, or components of actions."""
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
@@ -106,39 +106,40 @@ class Task:
         raise NotImplementedError
 
     def part(self, batch: Batch, rank: int, size: int) -> Batch:
-        """The tokens of rank `rank`, of a batch whose sequences are cut over `size` ranks."""
+        """The part of a batch for rank `rank`, if sequences are cut over `size` ranks."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any] | None:
-        """The scores of a model that are not metrics over a dataset; None where they are.
+        """The scores of a model, if they are not metrics over a dataset; None if `metrics` computes them.
 
         Args:
-            last: whether the run is over.
+            last: whether this is the last evaluation of the run.
         """
         return None
 
     def metrics(self, config: TrainConfig) -> dict[str, Metric]:
-        """What `update` feeds and an evaluation computes."""
+        """The metrics of an evaluation, which `update` accumulates."""
         raise NotImplementedError
 
     def predict(self, model: Any, batch: Batch) -> Tensor:
-        """What `update` needs of the model."""
+        """The output of the model that `update` needs."""
         raise NotImplementedError
 
     def update(self, metrics: dict[str, Metric], predicted: Tensor, batch: Batch) -> None:
+        """Add a batch, and its output of `predict`, to the metrics."""
         raise NotImplementedError
 
     def tokens(self, batch: Batch) -> int | Tensor:
-        """The number of tokens of a batch without padding; a tensor on its device, so that nothing synchronises."""
-        masks = [batch[key] for key in self.inputs if key.endswith("mask") and key in batch]
-        if masks:
-            return sum(mask.sum() for mask in masks)
-        first = batch[self.inputs[0]]
-        return len(first) * first.shape[1]
+        """The number of tokens of a batch without padding; as a tensor on the device, to avoid a synchronisation."""
+        # each sequence of a pair has its own mask, and only if it is padded
+        masks = {"first": "first_mask", "second": "second_mask"} if "first" in batch else {self.inputs[0]: "mask"}
+        return sum(
+            batch[mask].sum() if mask in batch else math.prod(batch[key].shape[:2]) for key, mask in masks.items()
+        )
 
 
 class Classification(Task):
-    """One label for each example; images may be mixed with each other in training."""
+    """Classification with one label per example; in training, images may be mixed (mixup, cutmix)."""
 
     targets: ClassVar[tuple[str, ...]] = ("label",)
 
@@ -174,12 +175,7 @@ class Classification(Task):
                 metric.update(predicted, label)
 
     def tokens(self, batch: Batch) -> int | Tensor:
-        pairs = [batch[key] for key in self.inputs if key in ("first", "second")]
-        if "image" in batch:
-            return len(batch["image"])
-        if pairs and "first_mask" not in batch:
-            return sum(x.numel() for x in pairs)
-        return super().tokens(batch)
+        return len(batch["image"]) if "image" in batch else super().tokens(batch)
 
 
 def _accuracy(classes: int, top_k: int = 1) -> Metric:
@@ -188,7 +184,7 @@ def _accuracy(classes: int, top_k: int = 1) -> Metric:
 
 
 class LanguageModelling(Task):
-    """The next token after each token; perplexity is per token, bits per token is the same in other units."""
+    """Prediction of the next token. "perplexity" is per token, "bits" is the same loss in bits per token."""
 
     def count(self, batch: Batch) -> Tensor:
         return (self._targets(batch) != IGNORED).sum().float()
@@ -217,7 +213,7 @@ class LanguageModelling(Task):
 
     @staticmethod
     def _targets(batch: Batch) -> Tensor:
-        """(B, N), the token after each; IGNORED for padding, and for context, which earlier cases have predicted."""
+        """The target of each token, (B, N): the next token; IGNORED for padding and for the context of evaluations."""
         targets = batch["tokens"][:, 1:]
         if "mask" in batch:
             targets = targets.masked_fill(~batch["mask"][:, 1:], IGNORED)
@@ -228,9 +224,9 @@ class LanguageModelling(Task):
 
 
 class _Mean(Metric):
-    """A sum over a count, over all batches and ranks.
+    """The mean over all batches and ranks: the sum of the totals divided by the sum of the counts.
 
-    torchmetrics.MeanMetric looks for NaN in each batch, which synchronises the device.
+    Used instead of torchmetrics.MeanMetric, which checks each batch for NaN and so synchronises the device.
     """
 
     total: Tensor
@@ -257,7 +253,7 @@ class _Perplexity(_Mean):
 
 
 class Decision(Task):
-    """The actions of trajectories, trained by their squared error and evaluated by playing episodes."""
+    """Prediction of actions in trajectories, trained with the squared error and evaluated by playing episodes."""
 
     sizes: ClassVar[dict[str, str]] = {"state_dim": "num_features", "action_dim": "num_actions", "window": "max_length"}
 
@@ -281,8 +277,8 @@ class Decision(Task):
     def evaluate(self, model: Any, splits: Splits, config: TrainConfig, *, last: bool = True) -> dict[str, Any]:
         """Play episodes with the paper's target return of the environment, and with half of it.
 
-        The scores also hold the environment and the number of episodes, and a "note" if a target return is above
-        those of all episodes in the data: such returns were never seen in training.
+        The scores include the environment, the number of episodes, and a "note" if a target return is above the returns
+        of all episodes in the data, so that the model never saw such returns in training.
         """
         from ..integrations.gymnasium import DecisionPolicy, evaluate
 
@@ -292,10 +288,10 @@ class Decision(Task):
         train: Any = splits.train
         best = float(train.returns.max())
         scores: dict[str, Any] = {"environment": environment, "episodes": episodes}
-        beyond = [f"{each:.0f}" for each in (target, target / 2) if each > best]
-        if beyond:
+        unseen = [f"{each:.0f}" for each in (target, target / 2) if each > best]
+        if unseen:
             scores["note"] = (
-                f"target return {' and '.join(beyond)} above every episode of the data, the best {best:.0f}"
+                f"target return {' and '.join(unseen)} above every episode of the data, the best {best:.0f}"
             )
         for key, target_return in (("score", target), ("score_half_target", target / 2)):
             envs = environments(environment, episodes)
@@ -314,10 +310,10 @@ class Decision(Task):
 
 
 def environments(name: str, episodes: int) -> Any:
-    """Vector environments, at most ten, to play this many episodes in."""
+    """A vector environment with one sub-environment per episode, at most ten."""
     gymnasium = optional_import("gymnasium", "rl")
     with warnings.catch_warnings():
-        # v4 is out of date, and is what D4RL's data was recorded in
+        # gymnasium warns that v4 is out of date, but D4RL's data was recorded with its physics
         warnings.filterwarnings("ignore", message=".*is out of date", category=DeprecationWarning)
         try:
             return gymnasium.make_vec(name, num_envs=min(episodes, 10))
@@ -348,8 +344,8 @@ class Objective(nn.Module):
     """A model and its loss as one module, so that DDP, FSDP and torch.compile see a single forward.
 
     Args:
-        context: the ranks over which the sequences of a batch are cut. All of them are passed the whole batch and
-            return its loss, with the gradient of their part.
+        context: the ranks over which the sequences of a batch are cut. Each of them gets the whole batch and returns
+            its whole loss, but the gradient of its own part only.
     """
 
     def __init__(self, model: FlowModel, task: Task, config: TrainConfig, context: DeviceMesh | None = None) -> None:
@@ -361,7 +357,7 @@ class Objective(nn.Module):
         self._no_split_modules = sorted({type(part).__name__ for part in model.modules() if isinstance(part, _LAYERS)})
 
     def forward(self, batch: Batch) -> Tensor:
-        """In training the sum of the losses, else what the metrics need."""
+        """Return the sum of the losses in training mode, else the output that the metrics need."""
         if self.context is not None:
             batch = self.task.part(batch, self.context.get_local_rank(), self.context.size())
         if self.training:
@@ -370,7 +366,7 @@ class Objective(nn.Module):
 
 
 def _mix(images: Tensor, label: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Mixup or cutmix over a batch, and its soft labels."""
+    """Apply mixup or cutmix to a batch; return the mixed images and their soft labels."""
     if len(images) % 2:
         raise ValueError(
             f"mixup and cutmix mix images in pairs, got a micro-batch of {len(images)}. Pass a batch_size that gives "

@@ -1,8 +1,8 @@
 """AWAC: advantage-weighted actor-critic, learnt offline from recorded transitions.
 
-It is written here and not taken from d3rlpy, whose releases pin gymnasium to 1.0.0 and install the unmaintained gym.
+d3rlpy also has AWAC, but its releases pin gymnasium to 1.0.0 and install the unmaintained gym.
 
-Shapes: B steps, S numbers of a state, A of an action.
+Shapes: B steps, S state dimension, A action dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .mlp import MLPConfig, MLPPolicy, descend, mlp
 
 
 class Transitions(NamedTuple):
-    """Steps with their rewards and next states."""
+    """Transitions between states, with actions and rewards."""
 
     states: Tensor  # (B, S)
     actions: Tensor  # (B, A)
@@ -29,39 +29,40 @@ class Transitions(NamedTuple):
 
     @classmethod
     def of(cls, windows: Windows) -> Transitions:
-        """All steps whose next state is recorded or does not matter, as after an end; not those cut off by a limit."""
+        """All steps, except the last step of each truncated episode: its next state is needed, but not recorded."""
         steps = torch.arange(len(windows))
         is_last = steps == windows.ends - 1
-        kept = steps[~is_last | windows.terminated]
-        if not len(kept):
+        usable = steps[~is_last | windows.terminated]
+        if not len(usable):
             raise ValueError("no step has a next state, and none ends its episode: there is nothing to learn from.")
-        following = torch.where(is_last, steps, steps + 1)[kept]
+        following = torch.where(is_last, steps, steps + 1)[usable]
         return cls(
-            windows.states[kept],
-            windows.actions[kept],
-            windows.rewards[kept],
+            windows.states[usable],
+            windows.actions[usable],
+            windows.rewards[usable],
             windows.states[following],
-            (~windows.terminated[kept]).float(),
+            (~windows.terminated[usable]).float(),
         )
 
 
 class AWAC:
     """Advantage-weighted actor-critic (Nair et al., 2020), offline.
 
-    Two critics learn Q by temporal differences, bootstrapped from the minimum of their target networks at an action of
-    the actor. The actor, a Gaussian around tanh, maximises the likelihood of recorded actions weighted by
-    exp(advantage / temperature), where the advantage is Q of the action less Q of an action of its own. Evaluation
-    takes the mean of the Gaussian.
+    Two critics learn Q by temporal differences, with the minimum of their target networks at an action sampled from the
+    actor as the value of the next state. The actor, a Gaussian whose mean is a tanh, maximises the log-likelihood of
+    the recorded actions weighted by exp(advantage / temperature). The advantage is Q of the recorded action minus Q of
+    an action sampled from the actor. Evaluation uses the mean of the Gaussian.
 
     Args:
         windows: the recorded episodes.
-        device: where to learn.
+        device: the device for training.
         hidden_dim: width of the four hidden layers of the actor and the two of each critic.
-        batch_size, learning_rate: steps of an update, and of Adam.
-        temperature: of the weights: a large one clones all actions, a small one only the best.
-        discount: of later rewards.
-        target_rate: of the moving average that the target networks are.
-        max_weight: no weight is larger.
+        batch_size: transitions in one update.
+        learning_rate: learning rate of Adam.
+        temperature: temperature of the weights: a large one clones all actions, a small one only the best.
+        discount: discount factor of rewards.
+        target_rate: update rate of the target networks, moving averages of the critics.
+        max_weight: upper bound of the weights.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class AWAC:
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), learning_rate)
 
     def update(self) -> Tensor:
-        """One update of the critics, then of the actor; returns the loss of the actor."""
+        """Update the critics, then the actor, and return the loss of the actor."""
         rows = torch.randint(len(self.data.states), (self.batch_size,), device=self.data.states.device)
         batch = Transitions(*(values[rows] for values in self.data))
         descend(self.critic_optimizer, self.critic_loss(batch))
@@ -114,16 +115,16 @@ class AWAC:
 
     @torch.no_grad()
     def weights(self, batch: Transitions) -> Tensor:
-        """exp(advantage / temperature), (B,), at most `max_weight`."""
-        own = self.actor(batch.states).sample()
-        recorded, chosen = (self.values(self.critics, batch.states, a).amin(0) for a in (batch.actions, own))
-        return ((recorded - chosen) / self.temperature).exp().clamp_max(self.max_weight)
+        """The weights of the log-likelihood, (B,): exp(advantage / temperature), at most `max_weight`."""
+        sampled = self.actor(batch.states).sample()
+        recorded_q, sampled_q = (self.values(self.critics, batch.states, a).amin(0) for a in (batch.actions, sampled))
+        return ((recorded_q - sampled_q) / self.temperature).exp().clamp_max(self.max_weight)
 
     def actor(self, states: Tensor) -> torch.distributions.Normal:
         return torch.distributions.Normal(self.model(states), self.log_std.clamp(-6, 0).exp())
 
     @staticmethod
     def values(critics: nn.ModuleList, states: Tensor, actions: Tensor) -> Tensor:
-        """(2, B), the estimate of each critic."""
+        """The estimate of each critic, (2, B)."""
         pairs = torch.cat([states, actions], -1)
         return torch.stack([critic(pairs)[:, 0] for critic in critics])

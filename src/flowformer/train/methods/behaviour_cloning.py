@@ -1,4 +1,4 @@
-"""Behaviour cloning: the recorded actions as a function of the states, of all episodes or of the best."""
+"""Behaviour cloning: supervised learning of the recorded actions, from all episodes or only the best."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class BehaviourCloning:
 
     Args:
         windows: the recorded episodes.
-        device: where to learn.
-        best: the share of the episodes to learn from, those with the highest returns; 0.1 is what the literature calls
-            10 % BC.
+        device: the device for training.
+        best: fraction of the episodes to learn from, those with the highest returns; 0.1 is called 10 % BC in the
+            literature.
         hidden_dim: width of the two hidden layers.
-        batch_size, learning_rate: steps of an update, and of Adam.
+        batch_size: steps of episodes in one update.
+        learning_rate: learning rate of Adam.
     """
 
     def __init__(

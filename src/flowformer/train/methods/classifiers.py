@@ -1,7 +1,7 @@
-"""The methods of the paper's time-series table that are no attention, by name, as aeon estimators.
+"""The methods without attention of the paper's time-series table, by name, as aeon estimators.
 
-DTW and Rocket are aeon's own classifiers; XGBoost, the LSTM and the TCN have a file each beside this one. All need the
-extra "ts".
+DTW and Rocket are aeon's classifiers; XGBoost, the LSTM and the TCN have a file each in this folder. All need the extra
+"ts".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .lstm import LSTMClassifier
 from .tcn import TCNClassifier
 from .xgboost import XGBoostClassifier
 
-# by the name of the method; aeon's own are imported when they are asked for
+# classes by the name of the method; aeon's modules are imported only when they are used
 _CLASSES: dict[str, Callable[[], type[BaseClassifier]]] = {
     "dtw": lambda: optional_import("aeon.classification.distance_based", "ts").KNeighborsTimeSeriesClassifier,
     "rocket": lambda: optional_import("aeon.classification.convolution_based", "ts").RocketClassifier,
@@ -31,7 +31,7 @@ _ONE_LENGTH = ("rocket", "xgboost")
 
 
 def _padded(classifier: BaseClassifier) -> BaseClassifier:
-    """For a classifier that takes one length: short series get zeros at the end, long ones lose theirs."""
+    """Wrap a classifier that needs series of one length: pad short series with zeros, and truncate long ones."""
     lengths = optional_import("aeon.transformations.collection.unequal_length", "ts")
     # after the padder, the shortest training series is as long as the longest
     steps = [lengths.Padder(error_on_long=False), lengths.Truncator()]
@@ -39,33 +39,37 @@ def _padded(classifier: BaseClassifier) -> BaseClassifier:
 
 
 def classifiers() -> list[str]:
-    """What `classifier` accepts."""
+    """The names that `classifier` accepts."""
     return list(_CLASSES)
 
 
-def classifier(name: str, *, random_state: int | np.random.RandomState | None = None, **options: Any) -> BaseClassifier:
-    """A classifier by name, as an estimator of aeon: fit, predict, predict_proba, score.
+def classifier_options(name: str) -> list[str]:
+    """The options that `classifier` accepts for a name."""
+    check_choice("classifier", name, _CLASSES)
+    return [option for option in inspect.signature(_CLASSES[name]()).parameters if option != "random_state"]
 
-    All take multivariate series of unequal length. "rocket" and "xgboost" need series of one length: as in the paper,
-    shorter ones are padded with zeros to the longest training series, and longer test series are cut. Zero is the mean
-    of standardised series, as those of `data.load` are.
+
+def classifier(name: str, *, random_state: int | np.random.RandomState | None = None, **options: Any) -> BaseClassifier:
+    """Build a classifier by name, as an estimator of aeon: fit, predict, predict_proba, score.
+
+    All take multivariate series of unequal length. "rocket" and "xgboost" need series of one length internally: as in
+    the paper, shorter ones are padded with zeros to the longest training series, and longer test series are truncated.
+    Zero is the mean of standardised series, such as those of `data.load`.
 
     Args:
         name: "dtw", aeon's nearest neighbour under dynamic time warping, all channels together; "rocket", aeon's with
             10,000 kernels; "xgboost", boosted trees over the flattened series; "lstm"; or "tcn", a support vector
             machine on representations learnt without labels.
-        random_state: seed of everything random. "dtw" has nothing random.
-        options: of aeon's KNeighborsTimeSeriesClassifier or RocketClassifier, of `XGBoostClassifier`, `LSTMClassifier`
-            or `TCNClassifier`.
+        random_state: seed of the random numbers. "dtw" uses none.
+        options: options of aeon's KNeighborsTimeSeriesClassifier or RocketClassifier, of `XGBoostClassifier`,
+            `LSTMClassifier` or `TCNClassifier`.
 
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
     >>> classifier("dtw").fit(series, np.array(["a", "b", "a", "b"])).predict(series)
     array(['a', 'b', 'a', 'b'], dtype='<U1')
     """
-    check_choice("classifier", name, _CLASSES)
+    check_options(name, options, classifier_options(name))
     build = _CLASSES[name]()
-    accepted = inspect.signature(build).parameters
-    check_options(name, options, [option for option in accepted if option != "random_state"])
-    seed = {"random_state": random_state} if "random_state" in accepted else {}
+    seed = {"random_state": random_state} if "random_state" in inspect.signature(build).parameters else {}
     built = build(**_DEFAULTS.get(name, {}) | seed | options)
     return _padded(built) if name in _ONE_LENGTH else built

@@ -10,20 +10,22 @@ from torch import Tensor
 from ...data.offline_rl import Windows
 from ...data.splits import collate
 from ...models.decision import DecisionConfig, FlowformerDecision
+from ..optim import Schedule
 from .mlp import descend
 
 
 class DecisionTransformer:
-    """The model of the paper with softmax attention, with the settings of the recipes "d4rl/…".
+    """The paper's model with softmax attention, trained with the settings of the recipes "d4rl/…".
 
-    Windows are drawn with replacement. `flowformer train d4rl/… attention=softmax` goes through them in epochs, with
-    checkpoints and evaluations on the way.
+    Windows are drawn with replacement, without checkpoints or evaluations during training. In contrast, `flowformer
+    train d4rl/… attention=softmax` sees each window once per epoch, and has checkpoints and evaluations.
 
     Args:
         windows: the recorded episodes.
-        device: where to learn.
-        batch_size, learning_rate, warmup: windows of an update, the rate, and the updates over which it rises.
-        sizes: of `DecisionConfig`.
+        device: the device for training.
+        batch_size: windows in one update.
+        learning_rate, warmup: learning rate, and number of updates over which it rises from 0.
+        sizes: fields of `DecisionConfig`.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class DecisionTransformer:
         config = DecisionConfig(*dims, window=windows.window, attention="softmax", **sizes)
         self.model = FlowformerDecision(config).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, weight_decay=1e-4)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1, step / warmup))
+        factor = Schedule("constant", warmup=warmup).rate
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(1.0, step, steps=0))
 
     def update(self) -> Tensor:
         rows = torch.randint(len(self.windows), (self.batch_size,)).tolist()

@@ -1,6 +1,6 @@
-"""`flowformer fit`: a method that is no attention, on the data of a recipe, recorded like a run of `flowformer train`.
+"""`flowformer fit`: fit a method without attention on the data of a recipe, recorded like a run of `flowformer train`.
 
-A method is fitted once and evaluated once, when it is done: no evaluation is chosen.
+A method is evaluated only once, after the fit, so there is no best evaluation to select.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import data
-from ..._utils import check_between, check_choice, write_atomically
+from ..._utils import check_between, check_choice, check_options, write_atomically
 from ...data import Splits
 from .. import recipes, tasks
 from ..claims import claimed
@@ -32,8 +32,8 @@ METHODS = {"series": ("dtw", "rocket", "xgboost", "lstm", "tcn"), "decision": ("
 _NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
 # the key of the method in config.json; it must not change, since folders are named after a digest of that file
-_KEY = "rival"
-_TAKEN = "{} has a run already. Choose another folder."
+_METHOD_KEY = "rival"
+_FOLDER_TAKEN = "{} has a run already. Choose another folder."
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class MethodConfig:
     """A method on the data of a recipe.
 
     Args:
-        recipe: its name.
-        method: its name, one of `METHODS`.
-        task, data, data_options: of the recipe.
-        episodes: to play, as many as at the last evaluation of the recipe.
-        options: of the method.
-        seed: of everything random.
+        recipe: name of the recipe.
+        method: name of the method, one of `METHODS`.
+        task, data, data_options: as in the config of the recipe.
+        episodes: number of episodes to play, `final_episodes` of the recipe.
+        options: options of the method.
+        seed: seed of all random numbers.
     """
 
     recipe: str
@@ -63,30 +63,34 @@ class MethodConfig:
 
     @property
     def name(self) -> str:
-        """The folder of the run, a different one for every config."""
+        """Folder name of the run, unique to the config."""
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.recipe}/{self.method}-seed{self.seed}-{digest}"
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json."""
-        return {_KEY if name == "method" else name: value for name, value in dataclasses.asdict(self).items()}
+        return {_METHOD_KEY if name == "method" else name: value for name, value in dataclasses.asdict(self).items()}
 
 
 def method_of(fields: dict[str, Any]) -> str | None:
-    """The method that a config.json is of; None where it is of a recipe's training."""
-    return fields.get(_KEY)
+    """The method of a run without attention; None for a training run.
+
+    Args:
+        fields: the content of config.json.
+    """
+    return fields.get(_METHOD_KEY)
 
 
 def configure(
     recipe: str, method: str, assignments: Sequence[str] = (), *, seed: int = 0
 ) -> MethodConfig | TrainConfig:
-    """The config that `fit` takes. The Decision Transformer is the recipe itself, with softmax attention.
+    """The config for `fit`. That of the Decision Transformer is the recipe's, with softmax attention.
 
     Args:
         recipe: the name of a recipe of time series or reinforcement learning.
         method: see `METHODS`.
-        assignments: options of the method, each as key=value with a value as in JSON; the recipe's options of its data,
-            and final_episodes, are also accepted.
+        assignments: options of the method, each as key=value with a JSON value. The data options of the recipe, and
+            final_episodes, are also accepted.
 
     >>> configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"]).options
     {'n_kernels': 100}
@@ -101,6 +105,8 @@ def configure(
     if method == "dt":
         return override(config, ["attention=softmax", f"seed={seed}", *assignments])
     shared = {*config.data_options, *(f"data_options.{key}" for key in config.data_options), "final_episodes"}
+    if any(assignment.partition("=")[0] in ("seed", "random_state") for assignment in assignments):
+        raise ValueError(f"the seed is no option of {method}; pass it as --seed, or as the argument seed.")
     of_recipe = [assignment for assignment in assignments if assignment.partition("=")[0] in shared]
     config = override(config, of_recipe)
     options = dict(_option(assignment) for assignment in assignments if assignment not in of_recipe)
@@ -118,30 +124,34 @@ def fit(
     data_dir: str | Path | None = None,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
-    """Fit, evaluate and write config.json, provenance.json, log.jsonl and result.json into a folder, as `train` does.
+    """Fit and evaluate a method, and return the result.
 
-    A fit that was interrupted starts again; the Decision Transformer goes on from its newest checkpoint.
+    Writes config.json, provenance.json, log.jsonl and result.json into the folder, as `loop.train` does. An interrupted
+    fit starts over; only the Decision Transformer continues from its newest checkpoint.
 
     Args:
-        config: of `configure`.
-        report: as of `loop.train`.
+        config: the config, from `configure`.
+        folder: the folder of the run.
+        data_dir: the folder of all data sets.
+        report: as in `loop.train`.
     """
     if isinstance(config, TrainConfig):
         if (folder / RESULT).exists():
-            raise FileExistsError(_TAKEN.format(folder))
+            raise FileExistsError(_FOLDER_TAKEN.format(folder))
         return train_recipe(config, folder, data_dir=data_dir, resume=True, report=report)
     with claimed(folder):
         return _fit(config, folder, data_dir, report)
 
 
 def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
-    written, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
-    if (folder / RESULT).exists() or (written.exists() and written.read_text() != text):
-        raise FileExistsError(_TAKEN.format(folder))
+    config_file, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
+    if (folder / RESULT).exists() or (config_file.exists() and config_file.read_text() != text):
+        raise FileExistsError(_FOLDER_TAKEN.format(folder))
+    _check_options(config)
     splits = data.load(config.data, data_dir, **config.data_options)
     device = _device(config)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(written, text)
+    write_atomically(config_file, text)
     write_provenance(folder, provenance(splits.info, device, 1))
     log = RunLog(folder, 0, active=True)
 
@@ -172,6 +182,20 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
     return result
 
 
+def _check_options(config: MethodConfig) -> None:
+    """Raise unless the method has all options, before a config.json is written that would reserve the folder."""
+    if config.task == "series":
+        from .classifiers import classifier_options
+
+        accepted: list[str] | None = classifier_options(config.method)
+    else:
+        from .policies import policy_options
+
+        accepted = policy_options(config.method)
+    if accepted is not None:
+        check_options(config.method, config.options, accepted)
+
+
 def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
     from .classifiers import classifier
 
@@ -181,7 +205,7 @@ def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], d
     estimator.fit(series, labels)
     seconds = time.perf_counter() - start
     accuracy = float(np.mean(estimator.predict(test_series) == test_labels))
-    return {"accuracy": accuracy}, _facts(getattr(estimator, "model_", None), seconds)
+    return {"accuracy": accuracy}, _training_facts(getattr(estimator, "model_", None), seconds)
 
 
 def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -192,7 +216,7 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
     envs = tasks.environments(environment, config.episodes)  # first, so that a missing package raises before training
     start = time.perf_counter()
 
-    def updated(step: int, loss: Tensor) -> None:
+    def after_update(step: int, loss: Tensor) -> None:
         report({"kind": "step", "step": step})
         if step % _LOG_EVERY == 0:
             rate = step / (time.perf_counter() - start)
@@ -201,7 +225,7 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
             report(record)
 
     windows: Any = splits.train
-    learnt_policy = policy(config.method, windows, seed=config.seed, report=updated, **config.options)
+    learnt_policy = policy(config.method, windows, seed=config.seed, report=after_update, **config.options)
     seconds = time.perf_counter() - start
     played = evaluate(learnt_policy, envs, config.episodes, seed=config.seed + 100)
     envs.close()
@@ -211,22 +235,22 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
         "score": float(played.scores.mean()),
         "score_deviation": float(played.scores.std()),
     }
-    return scores, _facts(learnt_policy.model, seconds)
+    return scores, _training_facts(learnt_policy.model, seconds)
 
 
-def _facts(model: torch.nn.Module | None, seconds: float) -> dict[str, Any]:
+def _training_facts(model: torch.nn.Module | None, seconds: float) -> dict[str, Any]:
     parameters = None if model is None else sum(p.numel() for p in model.parameters())
     return {"parameters": parameters, "training_seconds": round(max(seconds, 0.01), 2)}
 
 
 def _cases(dataset: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """Series as aeon takes them, each (channels, steps), and their labels."""
+    """The series in aeon's layout, each (channels, steps), and their labels."""
     cases = [dataset[i] for i in range(len(dataset))]
     return [case["series"].T.numpy() for case in cases], np.array([int(case["label"]) for case in cases])
 
 
 def _device(config: MethodConfig) -> torch.device:
-    """Where the method computes; only networks run on a GPU."""
+    """The device on which the method computes; only neural networks run on a GPU."""
     if config.method not in _NETWORKS:
         return torch.device("cpu")
     chosen = config.options.get("device", "auto")
@@ -234,7 +258,7 @@ def _device(config: MethodConfig) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=chosen).device
-    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without it
+    except (RuntimeError, AssertionError) as error:  # AssertionError if torch is built without CUDA
         raise ValueError(f"device {chosen!r} is not there; accepted: auto, cpu, or cuda with a GPU.") from error
 
 

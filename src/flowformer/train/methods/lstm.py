@@ -1,6 +1,6 @@
-"""An LSTM classifier of time series: the recurrent method of the paper's table.
+"""An LSTM classifier of time series, the recurrent method of the paper's table.
 
-Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to the network.
+Shapes: B series, N steps, C channels. A series is (C, N) in aeon and (N, C) in the network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...integrations.aeon import NetworkClassifier
 
 
 class LSTMNetwork(nn.Module):
-    """An LSTM, whose state after the last step is mapped to the outputs.
+    """An LSTM with a linear map from its state after the last step to the outputs.
 
     >>> LSTMNetwork(3, 5)(torch.randn(2, 50, 3)).shape
     torch.Size([2, 5])
@@ -31,7 +31,7 @@ class LSTMNetwork(nn.Module):
         self.head = nn.Linear(embed_dim, num_outputs)
 
     def forward(self, series: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, N, C) to (B, num_outputs); mask (B, N) bool, True = a step. Padding has to come last."""
+        """Map (B, N, C) to (B, num_outputs). The mask (B, N) is True for steps, False for padding at the end."""
         states, _ = self.lstm(series)
         last = states[:, -1] if mask is None else states[torch.arange(len(states), device=mask.device), mask.sum(1) - 1]
         return self.head(self.dropout(last))
@@ -44,7 +44,7 @@ class LSTMClassifier(NetworkClassifier):
     The paper does not state the sizes of its LSTM; width, depth and training are those of
     `FlowformerTimeSeriesClassifier`.
 
-    Args: as of `FlowformerTimeSeriesClassifier`, less what belongs to attention.
+    Args: as in `FlowformerTimeSeriesClassifier`, without the options of attention.
 
     >>> import numpy as np
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]

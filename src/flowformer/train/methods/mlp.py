@@ -1,6 +1,6 @@
-"""A policy without memory, and what the methods that train one share.
+"""An MLP policy, and helpers of the methods that train one.
 
-Shapes: B steps, S numbers of a state, A of an action.
+Shapes: B steps, S state dimension, A action dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...models.decision import RecurrentRollout
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """A policy without memory.
+    """Config of `MLPPolicy`.
 
     Args:
         state_dim, action_dim: S and A.
@@ -29,12 +29,12 @@ class MLPConfig:
     action_dim: int
     hidden_dim: int = 256
     num_layers: int = 2
-    max_timestep: ClassVar[int] = sys.maxsize  # it does not count steps
+    max_timestep: ClassVar[int] = sys.maxsize  # the policy ignores time steps, so episodes may have any length
     discrete_actions: ClassVar[bool] = False
 
 
 class MLPPolicy(FlowModel):
-    """An action from a state alone; `act` is that of `FlowformerDecision`, so that the same environments play it.
+    """A policy that sees only the current state. `act` is called as in `FlowformerDecision`, by the same environments.
 
     >>> MLPPolicy(MLPConfig(state_dim=4, action_dim=2))(torch.randn(3, 4)).shape
     torch.Size([3, 2])
@@ -49,30 +49,30 @@ class MLPPolicy(FlowModel):
         self.action_head = nn.Linear(config.hidden_dim, config.action_dim)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(B, S) to (B, A), between -1 and 1."""
+        """Map states (B, S) to actions (B, A) between -1 and 1."""
         return self.action_head(self.hidden(states)).tanh()
 
     def new_rollout(self, batch_size: int, *, window: int | None = None) -> RecurrentRollout:
-        """What `act` begins with; there is no past to look back at, whatever the window."""
+        """The rollout to start `act` with. The policy has no memory, so the window is ignored."""
         weight = self.action_head.weight
         timestep = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
         return RecurrentRollout([], weight.new_zeros(batch_size, self.config.action_dim), timestep)
 
     @torch.no_grad()
     def act(self, return_to_go: Tensor, state: Tensor, rollout: RecurrentRollout) -> tuple[Tensor, RecurrentRollout]:
-        """One action for each environment, whatever the return that is wanted."""
+        """One action for each environment; the return-to-go is ignored."""
         return self(state), rollout
 
 
 def mlp(in_dim: int, hidden_dim: int, num_layers: int) -> nn.Sequential:
-    """Hidden layers with ReLU; the output layer is the caller's."""
+    """Hidden layers with ReLU, without an output layer."""
     widths = [in_dim, *[hidden_dim] * num_layers]
     layers = [[nn.Linear(widths[i], widths[i + 1]), nn.ReLU()] for i in range(num_layers)]
     return nn.Sequential(*(part for layer in layers for part in layer))
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor, max_norm: float | None = None) -> None:
-    """One step of the optimiser, after clipping the gradient to max_norm."""
+    """Run backward, clip the gradient to norm max_norm if given, and take one optimiser step."""
     optimizer.zero_grad()
     loss.backward()
     if max_norm is not None:

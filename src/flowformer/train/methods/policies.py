@@ -1,6 +1,6 @@
-"""The methods of the paper's reinforcement-learning table, by name: learnt from recorded episodes.
+"""The methods of the paper's reinforcement-learning table, by name: policies learnt from recorded episodes.
 
-Actions are expected in [-1, 1], as those of D4RL are. All need the extra "rl".
+Actions must be in [-1, 1], as in D4RL. All methods need the extra "rl".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .decision_transformer import DecisionTransformer
 
 
 class Learner(Protocol):
-    """What learns from recorded episodes: `model` is played, `update` improves it once and returns the loss."""
+    """A method that learns from recorded episodes: `update` trains `model` for one step and returns the loss."""
 
     model: Any
 
@@ -33,8 +33,15 @@ LEARNERS: dict[str, Callable[..., Learner]] = {"bc": BehaviourCloning, "awac": A
 
 
 def policies() -> list[str]:
-    """What `policy` accepts."""
+    """The names that `policy` accepts."""
     return list(LEARNERS)
+
+
+def policy_options(name: str) -> list[str] | None:
+    """The options that `policy` accepts for a name; None if the method checks its options itself."""
+    check_choice("policy", name, LEARNERS)
+    arguments = inspect.getfullargspec(LEARNERS[name])
+    return ["steps", "device", *arguments.kwonlyargs] if arguments.varkw is None else None
 
 
 def policy(
@@ -48,22 +55,21 @@ def policy(
     report: Callable[[int, Tensor], None] = lambda step, loss: None,
     **options: Any,
 ) -> DecisionPolicy:
-    """Learn a policy from recorded episodes; `integrations.gymnasium.evaluate` plays what is returned.
+    """Learn a policy from recorded episodes, which `integrations.gymnasium.evaluate` can play.
 
     Args:
         name: "bc", behaviour cloning; "awac", advantage-weighted actor-critic; or "dt", the Decision Transformer.
-        windows: the episodes, as `data.load("d4rl/…").train`.
+        windows: the episodes, such as `data.load("d4rl/…").train`.
         target_return: the return-to-go at the start of an episode, for "dt" only.
-        steps: updates.
-        seed: of everything random.
-        device: where to learn and play; "auto" is a GPU if there is one.
-        report: is called after each update with its number and its loss.
-        options: of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
+        steps: number of updates.
+        seed: seed of all random numbers.
+        device: the device for training and playing; "auto" is a GPU if there is one.
+        report: called after each update with its number and its loss.
+        options: options of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
     """
-    check_choice("policy", name, LEARNERS)
-    known = inspect.getfullargspec(LEARNERS[name])
-    if known.varkw is None:
-        check_options(name, options, ["steps", "device", *known.kwonlyargs])
+    accepted = policy_options(name)
+    if accepted is not None:
+        check_options(name, options, accepted)
     check_positive(steps=steps)
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
@@ -72,7 +78,7 @@ def policy(
         for step in range(1, steps + 1):
             report(step, learner.update())
     return DecisionPolicy(
-        # all have what a policy asks of a model
+        # all models have the methods that DecisionPolicy calls
         cast(FlowformerDecision, learner.model.eval()),
         target_return,
         state_mean=windows.state_mean.numpy(),

@@ -3,7 +3,7 @@
 The method of Franceschi, Dieuleveut and Jaggi, Unsupervised Scalable Representation Learning for Multivariate Time
 Series (NeurIPS 2019), which the paper's table calls "Unsuper. (TCN)".
 
-Shapes: B series, N steps, C channels, K negatives, R representation.
+Shapes: B series, N steps, C channels, K negatives, R representation dimension.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ..._utils import check_positive, optional_import
 from ...integrations.aeon import BaseClassifier, NetworkEstimator, check_random_state, pad, rounds
 
-SLOPE = 0.01  # of the leaky ReLUs
+SLOPE = 0.01  # negative slope of the leaky ReLUs
 
 
 class CausalConv(nn.Module):
-    """A dilated convolution that sees no later step, its weights as length times direction (weight normalisation)."""
+    """A dilated causal convolution with weight normalisation: the weights are stored as length and direction."""
 
-    # torch's own weight_norm makes modules that cannot be pickled, and an estimator must be
+    # torch's weight_norm makes modules that cannot be pickled, but estimators must be
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
         start = nn.Conv1d(in_channels, out_channels, kernel_size)
@@ -35,16 +35,16 @@ class CausalConv(nn.Module):
         self.dilation = dilation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, N) to (B, out_channels, N)."""
+        """Map (B, C, N) to (B, out_channels, N)."""
         weight = self.length * self.direction / self.direction.norm(dim=(1, 2), keepdim=True)
-        # taps that reach before the first step see only zeros, and in late layers most do: leave them out
+        # leave out taps that only ever see the zeros before the first step: in late layers these are most of the taps
         taps = min(weight.shape[-1], -(-x.shape[-1] // self.dilation))
         past = F.pad(x, ((taps - 1) * self.dilation, 0))
         return F.conv1d(past, weight[..., -taps:], self.bias, dilation=self.dilation)
 
 
 class CausalBlock(nn.Module):
-    """Two causal convolutions beside a residual connection."""
+    """Two causal convolutions with a residual connection."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class CausalBlock(nn.Module):
 
 
 class TemporalEncoder(nn.Module):
-    """One vector for a series of any length: blocks of dilation 1, 2, 4, …, the largest value over time, a linear map.
+    """Encodes a series of any length as one vector: blocks of dilation 1, 2, 4, …, maximum over time, linear map.
 
     Args:
         num_features: C.
-        channels: of all blocks but the last.
-        depth: number of these blocks.
-        kernel_size: of the convolutions.
-        last_channels: of the last block, which comes on top.
+        channels: channels of all blocks but the last.
+        depth: number of blocks before the last.
+        kernel_size: kernel size of the convolutions.
+        last_channels: channels of the last block.
         representation_dim: R.
 
     >>> TemporalEncoder(3)(torch.randn(2, 50, 3)).shape
@@ -91,7 +91,7 @@ class TemporalEncoder(nn.Module):
         self.head = nn.Linear(last_channels, representation_dim)
 
     def forward(self, series: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, N, C) to (B, R); mask (B, N) bool, True = a step. Padding has to come last: it then takes no part."""
+        """Map (B, N, C) to (B, R). The mask (B, N) is True for steps, False for padding, which must be at the end."""
         x = self.blocks(series.mT)
         if mask is not None:
             x = x.masked_fill(~mask[:, None], -torch.inf)
@@ -99,7 +99,7 @@ class TemporalEncoder(nn.Module):
 
 
 class Triplet(NamedTuple):
-    """A piece of a series, a piece of that piece, and K pieces of other series, each (length, C)."""
+    """A subseries as anchor, a subseries of it as positive, and K subseries of other series, each (length, C)."""
 
     anchor: Tensor
     positive: Tensor
@@ -107,15 +107,15 @@ class Triplet(NamedTuple):
 
 
 def draw_triplet(series: Sequence[Tensor], index: int, num_negatives: int) -> Triplet:
-    """A triplet around series[index]; all lengths, places and other series are uniformly random."""
+    """Draw a triplet with its anchor from series[index]; lengths, positions and other series are uniformly random."""
     whole = series[index]
     positive_length = _uniform(1, len(whole))
-    anchor = _piece(whole, _uniform(positive_length, len(whole)))
-    # a single series can only be told apart from itself
+    anchor = _subseries(whole, _uniform(positive_length, len(whole)))
+    # if there is a single series, its negatives are from the same series
     steps = [_uniform(1, max(len(series) - 1, 1)) for _ in range(num_negatives)]
     others = [series[(index + step) % len(series)] for step in steps]
     return Triplet(
-        anchor, _piece(anchor, positive_length), [_piece(other, _uniform(1, len(other))) for other in others]
+        anchor, _subseries(anchor, positive_length), [_subseries(other, _uniform(1, len(other))) for other in others]
     )
 
 
@@ -130,19 +130,20 @@ def triplet_loss(anchor: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
 class TCNClassifier(NetworkEstimator, BaseClassifier):
     """Classifies time series by a support vector machine on representations that a `TemporalEncoder` learns unlabelled.
 
-    Sizes and training are those published with the method. So is the choice of the machine's C, by five-fold
-    cross-validation among 10⁻⁴, …, 10⁴ and ∞; with fewer than 50 cases, or fewer than 5 of a class, it is ∞. Series may
-    have lengths that differ. Channels are standardised by the training data. `predict_proba` is 1 for what is
-    predicted.
+    Sizes and training are those published with the method. So is the selection of C of the support vector machine, by
+    five-fold cross-validation among 10⁻⁴, …, 10⁴ and ∞; with fewer than 50 series, or fewer than 5 of a class, C is ∞.
+    Series may differ in length. Channels are standardised with the statistics of the training data. `predict_proba` is
+    1 for the predicted class and 0 for all others.
 
     Args:
-        channels, depth, kernel_size, last_channels, representation_dim: as of `TemporalEncoder`.
-        n_steps, batch_size: updates of the encoder, and series of each.
-        n_negatives: pieces of other series to tell each piece apart from.
-        learning_rate: of Adam.
-        device, n_jobs, random_state, verbose: as of `FlowformerTimeSeriesClassifier`.
+        channels, depth, kernel_size, last_channels, representation_dim: as in `TemporalEncoder`.
+        n_steps, batch_size: number of updates of the encoder, and series in one update.
+        n_negatives: number of negatives for each anchor, K.
+        learning_rate: learning rate of Adam.
+        device, n_jobs, random_state, verbose: as in `FlowformerTimeSeriesClassifier`.
 
-    Attributes after `fit`: `model_`, the encoder, `loss_curve_`, one number an update, and `machine_`.
+    Attributes after `fit`: `model_`, the encoder; `loss_curve_`, the loss of each update; and `machine_`, the support
+    vector machine.
 
     >>> series = [np.random.randn(3, length) for length in (20, 35, 28, 31)]
     >>> TCNClassifier(depth=2, n_steps=1).fit(series, np.array(["a", "b", "a", "b"])).predict(series).shape
@@ -180,7 +181,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
         return self
 
     def _learn(self, encoder: nn.Module, series: list[Tensor]) -> None:
-        """Train the encoder to tell pieces of the same series from pieces of others."""
+        """Train the encoder with the triplet loss."""
         optimizer = torch.optim.Adam(encoder.parameters(), self.learning_rate)
         batches: list[Tensor] = []
         self.loss_curve_: list[float] = []
@@ -202,7 +203,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
     @staticmethod
     def _machine(y: np.ndarray, random: np.random.RandomState) -> Any:
         selection, svm = optional_import("sklearn.model_selection", "ts"), optional_import("sklearn.svm", "ts")
-        # with C = ∞ the solver does not converge on classes that cannot be separated
+        # max_iter, since with C = ∞ the solver does not converge on classes that are not separable
         machine = svm.SVC(C=np.inf, max_iter=100_000)
         if len(y) < 50 or np.unique(y, return_counts=True)[1].min() < 5:
             return machine
@@ -219,10 +220,11 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
 
 
 def _uniform(low: int, high: int) -> int:
-    """Both ends count."""
+    """A random whole number from low to high, both included."""
     return int(torch.randint(low, high + 1, ()))
 
 
-def _piece(series: Tensor, length: int) -> Tensor:
+def _subseries(series: Tensor, length: int) -> Tensor:
+    """A subseries of the given length at a random position."""
     start = _uniform(0, len(series) - length)
     return series[start : start + length]

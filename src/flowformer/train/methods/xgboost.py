@@ -1,4 +1,4 @@
-"""Boosted trees over flattened time series, by the package xgboost."""
+"""Boosted trees over flattened time series, with the package xgboost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ...integrations.aeon import BaseClassifier, check_random_state
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class XGBoostClassifier(BaseClassifier):
-    """Classifies time series by boosted trees, with each step of each channel as a feature of its own.
+    """Classifies time series by boosted trees; each step of each channel is a feature.
 
-    The paper does not state its settings; these are the library's. Series must have one length: see `classifier`.
+    The paper does not state its settings; the defaults are those of the library. All series must have the
+    same length; `classifier("xgboost")` pads or truncates them.
 
     Args:
         n_estimators, max_depth, learning_rate: number, depth and weight of the trees; None is the library's default.
