@@ -1,4 +1,4 @@
-"""transformers: generation equal to recomputation, the cache, saving, training."""
+"""The Flowformer models of transformers: generation, cache, saving, loading and training."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_generation_goes_on_from_a_kept_cache():
     expected = model.generate(PROMPTS, max_new_tokens=8, do_sample=False)
     cache = DynamicCache(config=model.config)
     first = model.generate(PROMPTS, max_new_tokens=4, do_sample=False, past_key_values=cache)
-    assert cache.get_seq_length() == 10  # the last token is not yet in it
+    assert cache.get_seq_length() == 10  # the last generated token was not fed back
     for each in (copy.deepcopy(cache), cache):
         assert torch.equal(model.generate(first, max_new_tokens=4, do_sample=False, past_key_values=each), expected)
 
@@ -210,14 +210,14 @@ def test_bfloat16_keeps_its_state_in_float32():
 def test_gradient_checkpointing_changes_nothing():
     model = language_model().train()
     plain = with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits)
-    # the new name came with transformers 5.23
+    # renamed in transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     calls = []
     model.model.lm.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     for value, truth in zip(with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits), plain, strict=True):
         assert_close(value, truth)
-    assert len(calls) == 2  # once again in the backward pass
+    assert len(calls) == 2  # the backward pass runs the layer again
 
 
 @pytest.mark.skipif(not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"), reason="since 5.23")
@@ -226,7 +226,7 @@ def test_options_of_checkpointing_are_honoured():
     layers = model.model.lm.decoder.layers
 
     def runs() -> list[int]:
-        """How often each layer runs in a forward and a backward pass."""
+        """Count the runs of each layer in one forward and backward pass."""
         calls = []
         hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in layers]
         model(PROMPTS, labels=PROMPTS).loss.backward()
