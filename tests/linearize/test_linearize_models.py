@@ -1,4 +1,4 @@
-"""Linearizing encoders, classifiers, models of images, and decoders of many kinds."""
+"""Linearizing encoders, classifiers, vision models, and decoders of several architectures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_encoders_learn_their_hidden_states():
 
 
 def test_a_classifier_of_documents_is_compared_by_its_scores():
-    """Its rows have no tokens to take the mean of."""
+    """A classifier returns one row per document, (B, labels): there are no tokens to average over."""
     torch.manual_seed(0)
     config = copy.deepcopy(BERT)
     config.num_labels = 5
@@ -61,13 +61,13 @@ def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
 
 @pytest.mark.parametrize(("features", "positions"), [("bert", 12), ("roberta", 10)])
 def test_rows_are_no_longer_than_the_model_has_positions(features, positions):
-    """RoBERTa counts from the position after that of padding."""
+    """RoBERTa numbers its first token padding_idx + 1, so that two of its positions are unused."""
     options = BERT.to_dict() | {"max_position_embeddings": 12, "pad_token_id": 1}
     config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[features].from_dict(options)
     student = linearize(AutoModel.from_config(config))
     assert student.longest == positions
     report = student.transfer(documents(9), LinearizeConfig(transfer_tokens=99, lora_tokens=0))
-    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents are longer, but one
+    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents but one are longer
 
 
 def test_images_are_batches_of_inputs():
@@ -138,7 +138,7 @@ SIZES |= {"num_hidden_layers": 2, "eos_token_id": 1}
 )
 @torch.no_grad()
 def test_documents_do_not_see_each_other(config, rows):
-    """In teacher and student, whether the model keeps packed documents apart or not; and none of them is lost."""
+    """Each document gives the same result alone and in its row, in teacher and student; no token is dropped."""
     torch.manual_seed(0)
     student = linearize(AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval())
     options = LinearizeConfig(length=24, batch_size=4)
@@ -150,11 +150,11 @@ def test_documents_do_not_see_each_other(config, rows):
     tokens, mask = batch["input_ids"], batch.get("attention_mask", torch.ones(4, 24)).bool()
     begins = torch.zeros_like(mask) if rows is PaddedRows else batch["position_ids"] == 0
     begins[:, 0] = True
-    for run in (pair.taught, pair.learned):
+    for run in (pair.teacher_output, pair.student_output):
         together = run(batch)
         for row in range(4):
             document = begins[row].cumsum(0)[mask[row]]
             for number in document.unique():
-                place = (document == number).nonzero()[:, 0]
-                alone = run({"input_ids": tokens[row, place][None]})[0]
-                torch.testing.assert_close(together[row, place], alone, rtol=1e-4, atol=1e-5)
+                columns = (document == number).nonzero()[:, 0]
+                alone = run({"input_ids": tokens[row, columns][None]})[0]
+                torch.testing.assert_close(together[row, columns], alone, rtol=1e-4, atol=1e-5)

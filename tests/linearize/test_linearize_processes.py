@@ -1,4 +1,4 @@
-"""A transfer in two processes, each with its share of the rows, learns what one process learns."""
+"""A transfer on two ranks, which share the rows of each update, equals a transfer in one process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 
 def transferred(**tokens):
-    """The loss of each stage, its tokens, and the weights at the end."""
+    """Run a transfer; return the loss and the tokens of each stage, and the final weights."""
     torch.manual_seed(0)
     teacher = transformers.LlamaForCausalLM(copy.deepcopy(LLAMA))
     with torch.no_grad():
         for parameter in teacher.parameters():
-            parameter *= 3  # so that attention matters
+            parameter *= 3  # fresh weights give nearly uniform attention
     config = LinearizeConfig(length=24, batch_size=4, lora_rank=2, precision="fp32", **tokens)
     student = linearize(teacher, None, config)
     report = student.transfer(documents(30), config)
@@ -31,11 +31,15 @@ def transferred(**tokens):
 
 
 def work(*_):
+    """Run stage 2 alone, then stage 1 alone, on each rank."""
     return transferred(transfer_tokens=0, lora_tokens=600), transferred(transfer_tokens=600, lora_tokens=0)
 
 
 def test_two_processes_learn_what_one_does(tmp_path_factory):
-    """Stage 2 up to rounding; in stage 1 errors are relative to the rows of a rank, but all ranks learn the same."""
+    """Stage 2 equals one process up to rounding.
+
+    In stage 1 each rank divides its error by the variance of its own rows, so only equality between ranks is tested.
+    """
     losses, tokens, weights = transferred(transfer_tokens=0, lora_tokens=600)
     ranks = run_ranks(work, 2, tmp_path_factory)[1]
     for (other_losses, other_tokens, other_weights), _ in ranks:
