@@ -172,6 +172,23 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
             run(tmp_path / "cut", resume=True)
 
 
+def test_an_interrupted_student_can_be_saved(teacher, tmp_path):
+    """Its LoRA layers are removed: `from_pretrained` would not find the names of their weights."""
+    student = linearize(teacher)
+
+    def stop(record):
+        if record["kind"] == "train" and record["stage"] == "lora":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="lora"):
+        student.transfer(documents(30), LinearizeConfig(**SHORT | {"transfer_tokens": 200}), report=stop)
+    assert not any("lora" in name for name in student.state_dict())
+    assert all(parameter.requires_grad for parameter in student.parameters())
+    student.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded, TOKENS), logits(student, TOKENS), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_changes_nothing(teacher):
     results = []

@@ -187,3 +187,9 @@ class Pair:
         if self.adapter is not None:
             self.student.model = self.model = self.adapter.merge_and_unload()
             self.adapter = None
+
+    def discard_lora(self) -> None:
+        """Remove the LoRA updates without merging them."""
+        if self.adapter is not None:
+            self.student.model = self.model = self.adapter.unload()
+            self.adapter = None

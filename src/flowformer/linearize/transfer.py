@@ -166,6 +166,10 @@ class _Run:
                 elif saved is not None:  # the checkpoint of a finished transfer
                     self._load(saved)
             self.pair.merge()
+        except BaseException:
+            # saved with its LoRA layers, the model would have weights that from_pretrained does not know
+            self.pair.discard_lora()
+            raise
         finally:
             if self.log is not None:
                 self.log.close()
