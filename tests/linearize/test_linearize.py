@@ -189,6 +189,27 @@ def test_an_interrupted_student_can_be_saved(teacher, tmp_path):
     torch.testing.assert_close(logits(loaded, TOKENS), logits(student, TOKENS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("evaluated_first", [True, False])
+def test_evaluation_may_be_added_or_dropped_on_resume(teacher, tmp_path, evaluated_first):
+    """The results page has empty cells for the stages without scores."""
+    config = LinearizeConfig(**SHORT | {"transfer_tokens": 200, "lora_tokens": 200})
+    held_out = documents(9, seed=5)
+
+    def stop(record):
+        if record["kind"] == "train":
+            signal.raise_signal(signal.SIGTERM)
+
+    options = {"folder": tmp_path / "run", "evaluate": held_out if evaluated_first else None}
+    with pytest.raises(Interrupted):
+        linearize(copy.deepcopy(teacher)).transfer(documents(30), config, report=stop, **options)
+    options |= {"resume": True, "evaluate": None if evaluated_first else held_out}
+    report = linearize(teacher).transfer(documents(30), config, **options)
+    scored = [bool(stage.scores) for stage in report.stages]
+    assert scored == ([True, False, False] if evaluated_first else [False, True, True])
+    (row,) = [line for line in str(report).splitlines() if line.startswith("| perplexity |")]
+    assert [bool(cell.strip()) for cell in row.split("|")[2:-1]] == scored
+
+
 @pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_changes_nothing(teacher):
     results = []

@@ -413,6 +413,8 @@ def page(report: TransferReport) -> str:
         "loss": ["" if stage.loss is None else f"{stage.loss:.4f}" for stage in report.stages],
         "error of attention": [f"{sum(stage.errors) / len(stage.errors):.3f}" for stage in report.stages],
     }
-    rows |= {name: [f"{stage.scores[name]:.4f}" for stage in report.stages] for name in names}
+    # a resumed transfer may have been evaluated in some stages only
+    for name in names:
+        rows[name] = [f"{stage.scores[name]:.4f}" if name in stage.scores else "" for stage in report.stages]
     lines = [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
     return "\n".join([lines[0], "| --- " * (1 + len(report.stages)) + "|", *lines[1:]]) + "\n"
