@@ -334,6 +334,15 @@ def test_a_trained_student_keeps_its_exchange(teacher):
         student.transfer(documents(30), LinearizeConfig(**options, window=3))
 
 
+def test_a_student_without_a_teacher_is_not_trained(teacher):
+    student = linearize(teacher)
+    config = LinearizeConfig(**SHORT | {"transfer_tokens": 200, "lora_tokens": 200})
+    student.transfer(documents(30), replace(config, lora_tokens=0))
+    student.transfer(documents(30), config)
+    with pytest.raises(ValueError, match=r"its teacher no longer exists\. Linearize the original model again"):
+        student.transfer(documents(30), config)
+
+
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "linearize.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)  # the code saves a student

@@ -186,6 +186,7 @@ class Pair:
         """Merge the LoRA updates into the weights."""
         if self.adapter is not None:
             self.student.model = self.model = self.adapter.merge_and_unload()
+            self.student.merged = True
             self.adapter = None
 
     def discard_lora(self) -> None:

@@ -86,6 +86,7 @@ class Student:
         self._tokenizer = tokenizer
         self.config_of_exchange = LinearizeConfig()
         self.trained = False
+        self.merged = False  # whether LoRA updates were merged into the weights, which are then not the teacher's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in vars(self):

@@ -92,6 +92,11 @@ def transfer(
     report: Report | None,
 ) -> TransferReport:
     """See `Student.transfer`."""
+    if student.merged:
+        raise ValueError(
+            "the LoRA updates of this student are merged into its weights, so that its teacher no longer exists. "
+            "Linearize the original model again."
+        )
     config = replace(config, length=min(config.length, student.longest))
     student.exchange(config)
     if not _learned_parameters(student.model, with_lora=False):
