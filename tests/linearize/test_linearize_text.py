@@ -16,6 +16,7 @@ from flowformer.linearize.text import (
     UPDATES_PER_GROUP,
     PackedRows,
     PaddedRows,
+    checksum,
     language_documents,
     special_token,
     special_tokens_around,
@@ -117,6 +118,12 @@ def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template,
     (document,) = language_documents([text], tokenizer, LLAMA)
     assert document.tolist() == [*before, *text.tolist(), 2]
     assert torch.equal(language_documents([document], tokenizer, LLAMA)[0], document)
+
+
+def test_the_checksum_of_a_strided_tensor_is_that_of_its_copy():
+    """Batches from the caller may hold views, such as a column."""
+    column = torch.arange(6).view(3, 2)[:, 0]
+    assert checksum([column]) == checksum([column.clone()]) != checksum([column + 1])
 
 
 def test_documents_without_a_tokenizer_end_as_the_config_says():

@@ -106,7 +106,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     """Return the CRC-32 of the bytes of all tensors."""
     result = 0
     for tensor in tensors:
-        result = zlib.crc32(tensor.cpu().flatten().view(torch.uint8).numpy().data, result)
+        result = zlib.crc32(tensor.cpu().flatten().contiguous().view(torch.uint8).numpy().data, result)
     return result
 
 
