@@ -51,6 +51,15 @@ def test_evaluation_scores_every_token_once():
     assert rank_correlation(torch.arange(5.0), -torch.arange(5.0)) == -1
 
 
+def test_words_are_unknown_if_a_document_is_tokens(teacher):
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [3] if isinstance(text, str) else [[3] * len(piece) for piece in text]}
+
+    student, tokens = linearize(teacher, tokenizer), torch.arange(2, WORDS)
+    assert HeldOut.of(student, ["one two", "three"], LinearizeConfig()).words == 3
+    assert HeldOut.of(student, ["one two", tokens], LinearizeConfig()).words == 0
+
+
 def test_cloze_accuracy_is_the_share_of_last_words_that_are_guessed():
     def tokenizer(text, add_special_tokens):
         return {"input_ids": [7] * add_special_tokens + [ord(letter) for letter in text if letter != " "]}

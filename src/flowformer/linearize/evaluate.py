@@ -71,7 +71,8 @@ class HeldOut:
             )
             return cls(None, 0, sentences, config.length, config.batch_size)
         stream = torch.cat(language_documents(documents, tokenizer, model_config))
-        words = sum(len(text.split()) for text in texts if isinstance(text, str))
+        strings = [text for text in texts if isinstance(text, str)]
+        words = sum(len(text.split()) for text in strings) if len(strings) == len(texts) else 0
         tokens = stream[: config.evaluate_tokens]
         if len(tokens) < 2:
             raise ValueError(f"the text to evaluate on has {len(tokens)} tokens; at least 2 are needed.")
