@@ -81,6 +81,15 @@ def test_images_are_batches_of_inputs():
     assert lora.loss is not None
 
 
+def test_layers_that_the_inputs_do_not_run_are_named():
+    """Text alone does not run the vision encoder of LLaVA, which would stay untrained."""
+    vision = copy.deepcopy(VIT).to_dict() | {"model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=LLAMA.to_dict(), image_token_index=WORDS - 1)
+    student = linearize(transformers.LlavaForConditionalGeneration(config))
+    with pytest.raises(ValueError, match=r"do not run 1 of the 3 attention layers to train, such as .*vision_tower"):
+        student.transfer(documents(30), LinearizeConfig(**SHORT))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -149,10 +149,19 @@ class Pair:
         """
         heads = self.student.heads
         for each in heads:
-            each.learns = learns
+            each.learns, each.error = learns, None
         with torch.no_grad(), use_attention(self.model, NAME):
             self._run(batch)
-        return [each.error for each in heads]  # type: ignore[misc]
+        errors = [each.error for each in heads if each.error is not None]
+        if len(errors) < len(heads):
+            modules = self.model.named_modules()
+            names = [name for name, each in modules if isinstance(each, FlowHeads) and each.error is None]
+            raise ValueError(
+                f"the inputs do not run {len(names)} of the {len(heads)} attention layers to train, such as "
+                f"{names[0].removesuffix('.flow')}. Pass batches with all inputs of {type(self.model).__name__}, or "
+                "linearize only the part of it that reads these."
+            )
+        return errors
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Return KL(teacher ‖ student) per token, or the relative error of the hidden states without a head."""
