@@ -174,6 +174,15 @@ def test_a_packed_batch_is_a_loop_over_its_sequences():
         model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [([3, 7], "must start at 0"), ([0, 5, 3, 7], "must not decrease"), ([0, 9], "beyond the 7 tokens")],
+)
+def test_wrong_bounds_of_packed_sequences_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        language_model()(PROMPTS[:1], cu_seq_lens_q=torch.tensor(bounds), use_cache=False)
+
+
 def test_packed_sequences_keep_the_positions_that_are_passed():
     model, positions = language_model(), torch.tensor([[3, 4, 5, 6, 9, 10, 11]])
     parts = zip(PROMPTS[:1].split([4, 3], 1), positions.split([4, 3], 1), strict=True)

@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
 from ...ops import FlowState, FlowVariant
-from ...ops.bounds import PaddedSequences
+from ...ops.bounds import PaddedSequences, check_bounds
 from .attention import bounds, check_packed_mask
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
@@ -211,7 +211,9 @@ class FlowformerModel(FlowformerPreTrainedModel):
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, positions, output_hidden_states) -> tuple[Any, list[Any]]:
         """`_run` on packed sequences: each becomes a padded row."""
-        rows = PaddedSequences.all(cu_seqlens, int(cu_seqlens.diff().max()))
+        count, longest = x.shape[:2].numel(), int(cu_seqlens.diff().max())
+        check_bounds(count, count, (cu_seqlens, cu_seqlens, longest, longest), self.config.is_causal)
+        rows = PaddedSequences.all(cu_seqlens, longest)
         positions = None if positions is None else positions.flatten()[rows.tokens]
         padded = x.flatten(0, 1)[rows.tokens]
         padded, hidden_states = self._run(padded, rows.mask, positions, None, output_hidden_states)
