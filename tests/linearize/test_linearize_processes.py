@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from language import LLAMA, documents
 from processes import run_ranks
 
 from flowformer.linearize import LinearizeConfig, linearize
+from flowformer.train.loop import Interrupted
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -30,9 +32,30 @@ def transferred(**tokens):
     return losses, [stage.tokens for stage in report.stages], student.state_dict()
 
 
-def work(*_):
-    """Run stage 2 alone, then stage 1 alone, on each rank."""
-    return transferred(transfer_tokens=0, lora_tokens=600), transferred(transfer_tokens=600, lora_tokens=0)
+def interrupted(rank):
+    """Return the message of a transfer in which only rank 1 gets a signal, during its second update."""
+    updates = []
+
+    def report(record):
+        updates.extend([record] * (record["kind"] == "train"))
+        if rank == 1 and len(updates) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    config = LinearizeConfig(length=24, batch_size=4, precision="fp32", lora_tokens=0)
+    student = linearize(transformers.LlamaForCausalLM(copy.deepcopy(LLAMA)), None, config)
+    try:
+        student.transfer(documents(30), config, report=report)
+    except Interrupted as error:
+        return str(error)
+
+
+def work(rank, _):
+    """Run stage 2 alone, stage 1 alone, and a transfer that is interrupted."""
+    return (
+        transferred(transfer_tokens=0, lora_tokens=600),
+        transferred(transfer_tokens=600, lora_tokens=0),
+        interrupted(rank),
+    )
 
 
 def test_two_processes_learn_what_one_does(tmp_path_factory):
@@ -42,10 +65,15 @@ def test_two_processes_learn_what_one_does(tmp_path_factory):
     """
     losses, tokens, weights = transferred(transfer_tokens=0, lora_tokens=600)
     ranks = run_ranks(work, 2, tmp_path_factory)[1]
-    for (other_losses, other_tokens, other_weights), _ in ranks:
+    for (other_losses, other_tokens, other_weights), *_ in ranks:
         assert other_losses == pytest.approx(losses, rel=1e-4)
         assert losses[-1] > 1e-3
         assert other_tokens == tokens
         for name, weight in weights.items():
             torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: n + m)
     torch.testing.assert_close(ranks[0][1], ranks[1][1], rtol=0, atol=0)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_update(tmp_path_factory):
+    ranks = run_ranks(work, 2, tmp_path_factory)[1]
+    assert [rank[2] for rank in ranks] == ["stopped at update 2 of stage 'transfer'."] * 2

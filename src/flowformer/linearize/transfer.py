@@ -257,7 +257,7 @@ class _Run:
                 progress.tokens += tokens
                 progress.seconds += time.monotonic() - began
                 self._record(loss, tokens / (time.monotonic() - began))
-                if self.stop_requested():
+                if self._stop_agreed():
                     self._save(learned, optimizer)
                     raise Interrupted(f"stopped at update {progress.step} of stage {name!r}.")
                 if time.monotonic() - last_checkpoint > 60 * self.config.checkpoint_minutes:
@@ -312,6 +312,18 @@ class _Run:
         if self.accelerator.num_processes > 1:
             done = self.accelerator.reduce(torch.tensor(done, device=self.accelerator.device), "mean").item()
         return done
+
+    def _stop_agreed(self) -> bool:
+        """Whether any rank got a signal to stop.
+
+        Signals reach the ranks at different times. All must stop after the same update, or a rank would wait for the
+        others in the reductions of the next one.
+        """
+        stop = self.stop_requested()
+        if self.accelerator.num_processes > 1:
+            flag = torch.tensor(float(stop), device=self.accelerator.device)
+            stop = bool(self.accelerator.reduce(flag, "sum").item())
+        return stop
 
     @contextmanager
     def _checkpointing(self, wanted: bool) -> Iterator[None]:
