@@ -330,7 +330,7 @@ def test_rows_of_the_cache_can_be_moved():
     assert empty.batch_size == -1
 
 
-def test_what_a_cache_cannot_do_is_said():
+def test_unsupported_uses_of_a_cache_are_refused():
     model = language_model()
     cache = model(PROMPTS).past_key_values
     with pytest.raises(NotImplementedError, match="cannot forget"):

@@ -246,7 +246,7 @@ def test_caches_of_keys_and_values_are_refused():
         assert all(isinstance(layer, FlowCacheLayer) for layer in cache.layers)
 
 
-def test_softmax_is_given_no_states():
+def test_softmax_refuses_a_cache_of_states():
     """Softmax would silently see the new tokens only."""
     model = decoder("llama")
     softmax = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"]))

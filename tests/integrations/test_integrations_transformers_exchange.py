@@ -176,7 +176,7 @@ def test_a_fresh_exchange_is_linear_attention():
 
 
 @EVERY_EXCHANGE
-def test_saved_and_loaded_it_is_the_same(exchange, tmp_path):
+def test_saving_and_loading(exchange, tmp_path):
     model = exchanged("llama", exchange)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)

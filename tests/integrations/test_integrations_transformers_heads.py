@@ -91,7 +91,7 @@ def test_label_smoothing_scores_the_next_token(tmp_path):
     assert losses[1e-6] == pytest.approx(losses[0.0], rel=1e-4)
 
 
-def test_names_are_known_to_the_library():
+def test_models_are_registered_by_name():
     from transformers.models.auto import modeling_auto
 
     for task in ("", "FOR_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_QUESTION_ANSWERING_", "FOR_TOKEN_CLASSIFICATION_"):
@@ -127,7 +127,7 @@ def test_generation_after_dynamic_quantisation():
     assert torch.equal(tokens, quantized.generate(PROMPTS, max_new_tokens=4, do_sample=False, use_cache=False))
 
 
-def test_continuous_batching_says_why_not():
+def test_continuous_batching_is_refused_with_a_reason():
     with pytest.raises(NotImplementedError, match="no place for the sums of Flow-Attention"):
         language_model().generate_batch([[3, 1, 4]], max_new_tokens=2)
 

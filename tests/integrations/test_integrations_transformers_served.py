@@ -67,7 +67,7 @@ def test_a_model_that_would_run_softmax_is_refused_however_it_is_asked(model_typ
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_list_of_attentions_is_no_key_error():
+def test_a_model_with_its_own_list_of_attentions_is_refused():
     with pytest.raises(NotImplementedError, match="cannot serve SamModel: it chooses its attention from a list"):
         AutoModel.from_config(transformers.SamConfig(), attn_implementation=NAME)
 
@@ -187,7 +187,7 @@ def test_positions_that_are_passed_stay():
     assert (masked - model(PROMPTS).last_hidden_state).abs().max() > 1e-3
 
 
-def test_output_attentions_is_answered():
+def test_output_attentions_warns():
     model = flow_model(BERT)
     with pytest.warns(UserWarning, match="no matrix of attention weights"):
         model(PROMPTS, output_attentions=True)

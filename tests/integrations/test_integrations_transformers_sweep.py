@@ -12,7 +12,7 @@ HANDFUL = ["bert", "roberta", "vit", "clip", "llama", "gpt2", "qwen2_vl", "bamba
 
 
 @pytest.mark.parametrize("model_type", HANDFUL)
-def test_the_page_is_true_of(model_type):
+def test_the_page_lists_the_right_group(model_type):
     assert classify(model_type) == page_groups()[model_type]
 
 

@@ -92,6 +92,7 @@ class Pair:
         self.has_use_cache = student.takes("use_cache")
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
+        """Run the model without a cache; return its logits or, without a head, its first output."""
         inputs = {name: x.to(self.model.device) for name, x in batch.items()}
         if self.has_use_cache:
             inputs["use_cache"] = False  # type: ignore[assignment]

@@ -226,6 +226,7 @@ class GivenBatches:
             yield from inputs.values()
 
     def batch(self, step: int, size: int, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        """Return this rank's rows of the batch of update `step`; `size` is not used."""
         inputs = self.batches[step % len(self)]
         return {name: x[rank::ranks] for name, x in inputs.items()}
 

@@ -200,6 +200,7 @@ def with_states(layers: list[Any], kept: Collection[int]) -> list[Any]:
 
 
 def _is_attention(layer: Any) -> bool:
+    """Whether a cache layer belongs to an attention layer, with or without a recurrence beside it."""
     return type(layer) in KEYS_AND_VALUES or _is_hybrid(layer)
 
 
@@ -209,6 +210,7 @@ def _is_hybrid(layer: Any) -> bool:
 
 
 def _with_state(layer: Any, keeps_softmax: bool) -> Any:
+    """Return the cache layer that replaces a layer of keys and values."""
     if not _is_hybrid(layer):
         return DynamicLayer() if keeps_softmax else FlowCacheLayer()
     return (LinearAttentionAndFullAttentionLayer if keeps_softmax else HybridFlowCacheLayer)(layer.number_of_states)

@@ -121,7 +121,7 @@ class FlowformerConfig(PreTrainedConfig):
 
     def lm_config(self) -> LMConfig:
         """Return the equivalent config of `flowformer.models.FlowformerLM`, which holds all but the head."""
-        # type: ignore below: these fields are plain str here; LMConfig checks their values
+        # the ignores: these fields are plain str here, and LMConfig checks their values
         return LMConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,

@@ -123,6 +123,7 @@ class FlowHeads(nn.Module):
         return self._map(query, self.query_projection), self._map(key, self.key_projection)
 
     def _map(self, x: Tensor, projection: Tensor | None) -> Tensor:
+        """Apply the projection of each head, and softmax([x, −x]) for hedgehog features."""
         if projection is None:
             return x
         x = x @ projection.to(x.dtype)

@@ -194,6 +194,7 @@ def _before_attention(layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def _after_attention(layer: Any, args: tuple, output: Any) -> None:
+    """Forget the cache: a later call without one must not find it."""
     _thread.cache = None
 
 
