@@ -189,6 +189,20 @@ def test_an_interrupted_student_can_be_saved(teacher, tmp_path):
     torch.testing.assert_close(logits(loaded, TOKENS), logits(student, TOKENS), rtol=1e-5, atol=1e-5)
 
 
+def test_a_trained_student_cannot_resume(teacher, tmp_path):
+    """A transfer resumes from the original model, whose weights the checkpoint does not hold."""
+    student, options = linearize(teacher), LinearizeConfig(**SHORT)
+
+    def stop(record):
+        if record["kind"] == "train":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        student.transfer(documents(30), options, folder=tmp_path / "run", report=stop)
+    with pytest.raises(ValueError, match=r"This student has been trained since: linearize the original model again"):
+        student.transfer(documents(30), options, folder=tmp_path / "run", resume=True)
+
+
 @pytest.mark.parametrize("evaluated_first", [True, False])
 def test_evaluation_may_be_added_or_dropped_on_resume(teacher, tmp_path, evaluated_first):
     """The results page has empty cells for the stages without scores."""

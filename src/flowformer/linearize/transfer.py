@@ -206,6 +206,11 @@ class _Run:
                 raise ValueError(f"{path} was written with another {', '.join(differ)}. Resume with the same config.")
             for name, written in saved.get("checksums", {}).items():
                 if written != self.checksums[name]:
+                    if name == "model" and self.student.trained:
+                        raise ValueError(
+                            f"{path} was written with another model. This student has been trained since: linearize "
+                            "the original model again, then resume."
+                        )
                     raise ValueError(f"{path} was written with another {name}. Resume with the same.")
             self.progress = Progress(**saved["progress"])
         self.accelerator.wait_for_everyone()  # rank 0 must not write before all ranks have checked the folder
