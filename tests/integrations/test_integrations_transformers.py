@@ -1,4 +1,4 @@
-"""transformers: generation equal to recomputation, the cache, saving, training."""
+"""The Flowformer models of transformers: generation, cache, saving, loading and training."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_generation_goes_on_from_a_kept_cache():
     expected = model.generate(PROMPTS, max_new_tokens=8, do_sample=False)
     cache = DynamicCache(config=model.config)
     first = model.generate(PROMPTS, max_new_tokens=4, do_sample=False, past_key_values=cache)
-    assert cache.get_seq_length() == 10  # the last token is not yet in it
+    assert cache.get_seq_length() == 10  # the last generated token was not fed back
     for each in (copy.deepcopy(cache), cache):
         assert torch.equal(model.generate(first, max_new_tokens=4, do_sample=False, past_key_values=each), expected)
 
@@ -172,6 +172,15 @@ def test_a_packed_batch_is_a_loop_over_its_sequences():
     mask[0, 2] = 0
     with pytest.raises(ValueError, match="cu_seq_lens_q and an attention_mask with padding"):
         model(tokens, cu_seq_lens_q=ends, attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [([3, 7], "must start at 0"), ([0, 5, 3, 7], "must not decrease"), ([0, 9], "beyond the 7 tokens")],
+)
+def test_wrong_bounds_of_packed_sequences_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        language_model()(PROMPTS[:1], cu_seq_lens_q=torch.tensor(bounds), use_cache=False)
 
 
 def test_packed_sequences_keep_the_positions_that_are_passed():
@@ -210,14 +219,14 @@ def test_bfloat16_keeps_its_state_in_float32():
 def test_gradient_checkpointing_changes_nothing():
     model = language_model().train()
     plain = with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits)
-    # the new name came with transformers 5.23
+    # renamed in transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     calls = []
     model.model.lm.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
     for value, truth in zip(with_gradients(model, model(PROMPTS, attention_mask=LEFT).logits), plain, strict=True):
         assert_close(value, truth)
-    assert len(calls) == 2  # once again in the backward pass
+    assert len(calls) == 2  # the backward pass runs the layer again
 
 
 @pytest.mark.skipif(not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"), reason="since 5.23")
@@ -226,7 +235,7 @@ def test_options_of_checkpointing_are_honoured():
     layers = model.model.lm.decoder.layers
 
     def runs() -> list[int]:
-        """How often each layer runs in a forward and a backward pass."""
+        """Count the runs of each layer in one forward and backward pass."""
         calls = []
         hooks = [layer.register_forward_pre_hook(lambda layer, _: calls.append(layer)) for layer in layers]
         model(PROMPTS, labels=PROMPTS).loss.backward()
@@ -321,7 +330,7 @@ def test_rows_of_the_cache_can_be_moved():
     assert empty.batch_size == -1
 
 
-def test_what_a_cache_cannot_do_is_said():
+def test_unsupported_uses_of_a_cache_are_refused():
     model = language_model()
     cache = model(PROMPTS).past_key_values
     with pytest.raises(NotImplementedError, match="cannot forget"):

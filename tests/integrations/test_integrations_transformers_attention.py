@@ -1,4 +1,4 @@
-"""`attn_implementation="flow_attention"` in models that exist: encoders, decoders, and what they are refused."""
+"""`attn_implementation="flow_attention"` in encoders and decoders of transformers, and refused inputs."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ def _seed():
     torch.manual_seed(0)
 
 
-def existing(config, auto=AutoModel, **options) -> nn.Module:
+def flow_model(config, auto=AutoModel, **options) -> nn.Module:
+    """Build a model of transformers with Flow-Attention and random weights."""
     return randomized(auto.from_config(copy.deepcopy(config), attn_implementation="flow_attention", **options))
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])
 def test_a_padded_batch_in_an_encoder_is_each_sentence_alone(name, mask):
-    model = existing(ENCODERS[name])
-    first = 1 if name == "roberta" else 0  # it counts from the one after pad_token_id
+    model = flow_model(ENCODERS[name])
+    first = 1 if name == "roberta" else 0  # its first position is pad_token_id + 1
     positions = first + (mask.cumsum(-1) - 1).clamp_min(0)
     together = model(PROMPTS, attention_mask=mask, position_ids=positions).last_hidden_state[mask.bool()]
     alone = [model(row[keep][None]).last_hidden_state[0] for row, keep in zip(PROMPTS, mask.bool(), strict=True)]
@@ -63,7 +64,7 @@ def test_a_padded_batch_in_an_encoder_is_each_sentence_alone(name, mask):
 
 
 def test_the_attention_of_an_encoder_is_the_op():
-    model = existing(transformers.BertConfig(**TEXT | {"num_hidden_layers": 1}))
+    model = flow_model(transformers.BertConfig(**TEXT | {"num_hidden_layers": 1}))
     attention = model.encoder.layer[0].attention.self
     x = torch.randn(3, 7, 16, dtype=torch.float64)
     q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (attention.query, attention.key, attention.value))
@@ -73,7 +74,7 @@ def test_the_attention_of_an_encoder_is_the_op():
 
 def test_vit():
     config = transformers.ViTConfig(**TINY, image_size=8, patch_size=4, num_channels=1)
-    model = existing(config).train()
+    model = flow_model(config).train()
     softmax = AutoModel.from_config(config).double()
     softmax.load_state_dict(model.state_dict())
     pixels = torch.randn(2, 1, 8, 8, dtype=torch.float64)
@@ -98,7 +99,7 @@ def test_weights_of_an_existing_model_stay_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_train_padded_and_packed(name):
-    model = existing(DECODERS[name], AutoModelForCausalLM)
+    model = flow_model(DECODERS[name], AutoModelForCausalLM)
     right = LEFT.flip(1)
     together = model(PROMPTS, attention_mask=right, use_cache=False).logits[right.bool()]
     lengths = [7, 4, 1]
@@ -119,20 +120,20 @@ def test_decoders_train_padded_and_packed(name):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_do_not_see_the_future_unless_asked_to(name):
-    model = existing(DECODERS[name])
+    model = flow_model(DECODERS[name])
     changed = PROMPTS.clone()
     changed[:, -1] = 11
     difference = model(PROMPTS).last_hidden_state - model(changed).last_hidden_state
     assert not difference[:, :-1].any()
     assert difference[:, -1].any()
-    if name != "gpt2":  # it has no such switch
+    if name != "gpt2":  # has no is_causal argument
         difference = [model(x, is_causal=False).last_hidden_state for x in (PROMPTS, changed)]
         assert (difference[0] - difference[1])[:, 0].abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_is_greedy_choice_of_the_whole(name):
-    model = existing(DECODERS[name], AutoModelForCausalLM)
+    model = flow_model(DECODERS[name], AutoModelForCausalLM)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     tokens = model.generate(PROMPTS, max_new_tokens=3, **options)
     for step in (7, 8, 9):
@@ -141,11 +142,11 @@ def test_generation_is_greedy_choice_of_the_whole(name):
 
 
 def test_a_window_is_refused_where_it_matters():
-    model = existing(transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=5))
+    model = flow_model(transformers.MistralConfig(**TEXT, num_key_value_heads=4, sliding_window=5))
     model(PROMPTS[:, :5], use_cache=False)
     with pytest.raises(NotImplementedError, match="sliding window"):
         model(PROMPTS, use_cache=False)
-    encoder = existing(transformers.ModernBertConfig(**TEXT, local_attention=4, global_attn_every_n_layers=2))
+    encoder = flow_model(transformers.ModernBertConfig(**TEXT, local_attention=4, global_attn_every_n_layers=2))
     with pytest.raises(NotImplementedError, match="sliding window"):
         encoder(PROMPTS)
 
@@ -154,8 +155,8 @@ def test_chunks_are_sequences_of_their_own():
     chunks = chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
     sizes = {"batch_size": 2, "q_length": 7, "kv_length": 7, "mask_function": chunks}
     assert flow_attention_mask(**sizes).tolist() == [0, 3, 6, 7, 10, 13, 14]
-    everyone = torch.ones(2, 7, dtype=torch.bool)
-    assert flow_attention_mask(**sizes, attention_mask=everyone).tolist() == [0, 3, 6, 7, 10, 13, 14]
+    no_padding = torch.ones(2, 7, dtype=torch.bool)
+    assert flow_attention_mask(**sizes, attention_mask=no_padding).tolist() == [0, 3, 6, 7, 10, 13, 14]
     with pytest.raises(NotImplementedError, match="without padding"):
         flow_attention_mask(**sizes, attention_mask=LEFT[:2].bool())
     one = {**sizes, "mask_function": chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.int64))}
@@ -178,22 +179,22 @@ def test_bounds_of_packed_sequences_are_those_of_the_mask_that_softmax_gets(crea
 
 
 def test_bounds_beside_padding_or_alone_are_refused():
-    model, ends = existing(DECODERS["llama"]), torch.tensor([0, 7, 10, 14, 21], dtype=torch.int32)
-    both = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    model, ends = flow_model(DECODERS["llama"]), torch.tensor([0, 7, 10, 14, 21], dtype=torch.int32)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     with pytest.raises(ValueError, match="attention_mask with padding"):
-        model(PROMPTS, attention_mask=LEFT, use_cache=False, **both)
-    everyone = model(PROMPTS, attention_mask=torch.ones_like(LEFT), use_cache=False, **both).last_hidden_state
-    assert_close(everyone, model(PROMPTS, use_cache=False, **both).last_hidden_state)
-    for name in both:
+        model(PROMPTS, attention_mask=LEFT, use_cache=False, **bounds)
+    no_padding = model(PROMPTS, attention_mask=torch.ones_like(LEFT), use_cache=False, **bounds).last_hidden_state
+    assert_close(no_padding, model(PROMPTS, use_cache=False, **bounds).last_hidden_state)
+    for name in bounds:
         with pytest.raises(ValueError, match="need cu_seq_lens_q and cu_seq_lens_k"):
             model(PROMPTS, use_cache=False, **{name: ends})
 
 
 def test_masks_of_pairs_of_tokens_are_refused():
-    model = existing(ENCODERS["bert"])
+    model = flow_model(ENCODERS["bert"])
     with pytest.raises(ValueError, match=r"got \(3, 1, 7, 7\).*no linear form"):
         model(PROMPTS, attention_mask=torch.ones(3, 1, 7, 7))
-    prefix = existing(DECODERS["llama"])
+    prefix = flow_model(DECODERS["llama"])
     x = torch.zeros(3, 7, 16)
     with pytest.raises(NotImplementedError, match="no linear form"):
         create_causal_mask(prefix.config, x, None, None, or_mask_function=lambda b, h, q, k: k < 3)
@@ -207,9 +208,9 @@ def test_encoder_decoders_are_refused():
     sizes = {"vocab_size": 23, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
     config = transformers.BartConfig(**sizes, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24)
     with pytest.raises(NotImplementedError, match="attends to an encoder"):
-        existing(config)(PROMPTS)
+        flow_model(config)(PROMPTS)
     with pytest.raises(NotImplementedError, match="attends to an encoder"):
-        existing(transformers.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))(PROMPTS)
+        flow_model(transformers.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True))(PROMPTS)
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(NotImplementedError, match="attends to an encoder"):
         flow_attention_forward(type("MllamaTextCrossAttention", (nn.Module,), {"is_causal": False})(), q, q, q, None)

@@ -1,4 +1,4 @@
-"""FlowCache: generation of models that exist, with Flow-Attention and a state of constant size."""
+"""FlowCache: generation with Flow-Attention and a state of constant size in decoders of transformers."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ def _seed():
 
 
 def decoder(chosen: str | PreTrainedConfig):
+    """Build a decoder with Flow-Attention from a config or the name of one."""
     config = copy.deepcopy(MODELS[chosen] if isinstance(chosen, str) else chosen)
     model = randomized(AutoModelForCausalLM.from_config(config, attn_implementation="flow_attention"))
-    model.generation_config.eos_token_id = None  # so that all rows run to the end
+    model.generation_config.eos_token_id = None  # no row stops early
     model.generation_config.pad_token_id = 0
-    model.config._experts_implementation = "eager"  # the others have no float64
+    model.config._experts_implementation = "eager"  # the other implementations do not support float64
     return model
 
 
 def assert_cache_changes_nothing(model, options=(), recomputed_options=(), **inputs):
-    """Tokens and logits with the cache, and without."""
+    """Generate with and without the cache, and compare tokens and logits."""
     common = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
     results = []
     for each in ({**dict(options)}, {**dict(recomputed_options), "use_cache": False}):
@@ -139,7 +140,7 @@ HYBRIDS = [
     ids=lambda config: config.model_type,
 )
 def test_recurrent_layers_beside_the_attention_are_copied_too(config):
-    """Those of transformers change their tensors in place."""
+    """The recurrent layers of transformers update their states in place."""
     model = decoder(config)
     cache, token = FlowCache(model.config), PROMPTS[:, :1]
     with torch.no_grad():
@@ -156,11 +157,11 @@ def test_recurrent_layers_beside_the_attention_are_copied_too(config):
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_layers_with_a_recurrence_beside_their_attention_decode(config, options):
     model, options = decoder(config), {"do_sample": False, "max_new_tokens": 5, **options}
-    found = model.generate(PROMPTS, attention_mask=LEFT, return_dict_in_generate=True, **options)
-    assert all(isinstance(layer, FlowCacheLayer) for layer in found.past_key_values.layers)
+    cached = model.generate(PROMPTS, attention_mask=LEFT, return_dict_in_generate=True, **options)
+    assert all(isinstance(layer, FlowCacheLayer) for layer in cached.past_key_values.layers)
     expected = model.generate(PROMPTS, attention_mask=LEFT, use_cache=False, **options)
-    assert torch.equal(found.sequences, expected)
-    cache = found.past_key_values
+    assert torch.equal(cached.sequences, expected)
+    cache = cached.past_key_values
     cache.reset()
     assert torch.equal(model.generate(PROMPTS, attention_mask=LEFT, past_key_values=cache, **options), expected)
 
@@ -198,7 +199,7 @@ def test_memory_does_not_grow_with_the_text():
                 model(part, past_key_values=cache)
         assert cache.get_seq_length() == tokens
         held = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
-        assert not held  # all there is lies in the state
+        assert not held  # all tensors are in the state
         return sum(part.numel() for layer in cache.layers for part in layer.state.pack())
 
     assert numbers(5) == numbers(120)
@@ -211,7 +212,7 @@ def test_no_cache_is_kept_after_a_forward_pass():
 
 
 def test_threads_share_a_model():
-    """While an attention layer is at work, another thread runs the model with a cache of its own."""
+    """While an attention layer runs, another thread runs the same model with another cache."""
     model = decoder("llama")
     whole, cache = model(PROMPTS, use_cache=False).logits, FlowCache(model.config)
 
@@ -245,8 +246,8 @@ def test_caches_of_keys_and_values_are_refused():
         assert all(isinstance(layer, FlowCacheLayer) for layer in cache.layers)
 
 
-def test_softmax_is_given_no_states():
-    """It would see the new tokens alone, without a word."""
+def test_softmax_refuses_a_cache_of_states():
+    """Softmax would silently see the new tokens only."""
     model = decoder("llama")
     softmax = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS["llama"]))
     cache = FlowCache(model.config)
@@ -256,8 +257,8 @@ def test_softmax_is_given_no_states():
         with pytest.raises(TypeError, match=r"of Flow-Attention for another attention"):
             each(PROMPTS, past_key_values=past)
     expected = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=4, use_cache=False)
-    found = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=4, prompt_lookup_num_tokens=2)
-    assert torch.equal(found, expected)
+    generated = model.generate(PROMPTS[:1], do_sample=False, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    assert torch.equal(generated, expected)
     model.set_attn_implementation("flow_attention")
     assert_cache_changes_nothing(model, {"do_sample": False}, {"do_sample": False}, inputs=PROMPTS)
 
@@ -289,7 +290,7 @@ def test_a_cache_of_packed_sequences_is_not_continued():
 
 def test_a_cache_of_bidirectional_tokens_is_not_continued():
     model = decoder("llama")
-    out = model(PROMPTS, is_causal=False)  # the model makes a cache by itself
+    out = model(PROMPTS, is_causal=False)  # with a cache that the model creates
     assert_close(out.logits, model(PROMPTS, is_causal=False, use_cache=False).logits)
     with pytest.raises(ValueError, match="bidirectional"):
         model(PROMPTS, past_key_values=out.past_key_values)

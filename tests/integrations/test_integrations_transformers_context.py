@@ -1,4 +1,4 @@
-"""Models of transformers on sequences cut over ranks equal the model on the whole sequence."""
+"""Context parallelism in models of transformers: sequences cut over ranks give the result of the whole sequence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pretrained_model(name):
 
 
 def pretrained(name, rank=None, group=None):
-    """Logits, loss and gradients of a model of transformers, with padding and labels that are not scored."""
+    """Return logits, loss and gradients of a model on a padded batch, some of whose labels are ignored."""
     model = pretrained_model(name)
     if group is not None:
         cut_sequences(model, group)
@@ -60,7 +60,7 @@ def pretrained(name, rank=None, group=None):
     labels = tokens.where(torch.arange(16) % 7 != 3, -100)
     mask = (torch.arange(16) < torch.tensor([[16], [11]])).long()
     labels = labels.where(mask.bool(), -100)
-    own_loss = name == "roberta"  # computes it itself, over its own tokens
+    own_loss = name == "roberta"  # computes its loss itself, over this rank's tokens
     out = model(tokens[:, part], attention_mask=mask[:, part], labels=None if own_loss else labels[:, part])
     logits = out.logits.masked_fill(~mask[:, part, None].bool(), 0)
     loss = logits.square().sum() if own_loss else out.loss
@@ -69,7 +69,7 @@ def pretrained(name, rank=None, group=None):
 
 
 def refused_models(world, mesh):
-    """What cut_sequences does not serve, and calls that would be wrong without a word."""
+    """Yield (name, error message) of models that cut_sequences refuses, and of calls that would be silently wrong."""
     tokens = torch.randint(1, 23, (2, 8))
     model = pretrained_model("llama")
 
@@ -103,8 +103,11 @@ def refused_models(world, mesh):
 
 
 def accelerated():
-    """A model on accelerate's own mesh, with parameters in shards: gradients of two texts, each cut over two ranks."""
-    # accelerate enables neither on CPUs
+    """Return the gradients of a model sharded on accelerate's mesh, for two texts, each cut over two ranks.
+
+    Also returns the message with which padding is refused.
+    """
+    # accelerate enables neither context parallelism nor FSDP on CPUs
     ParallelismConfig._validate_accelerator = lambda config, accelerator: None
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2, dp_shard_size=2), fsdp_plugin=plugin)
@@ -116,7 +119,7 @@ def accelerated():
     cut_sequences(model, mesh["cp"])
     text = accelerated_texts()[mesh["dp_shard"].get_local_rank()][None]
     part = text.tensor_split([7], 1)[mesh["cp"].get_local_rank()]
-    # the mean over both texts, as a sum over the ranks, which FSDP averages
+    # FSDP averages over ranks; multiply to get the sum, which is the mean over both texts
     accelerator.backward(model(part, labels=part).loss / 2 * RANKS)
     gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
     try:
@@ -132,41 +135,41 @@ def accelerated_texts():
 def work(rank, _):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     world = dist.group.WORLD
-    found = {name: pretrained(name, rank, world) for name in PRETRAINED}
-    found["refused models"] = dict(refused_models(world, mesh))
-    found["accelerated"] = accelerated()
-    return found
+    results = {name: pretrained(name, rank, world) for name in PRETRAINED}
+    results["refused models"] = dict(refused_models(world, mesh))
+    results["accelerated"] = accelerated()
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each rank has found."""
+def results(tmp_path_factory):
+    """The results of `work` on each rank."""
     return run_ranks(work, RANKS, tmp_path_factory)[1]
 
 
 @pytest.mark.parametrize("name", PRETRAINED)
-def test_model_of_transformers_on_cut_sequences_equals_the_whole(found, name):
-    ours = [found[rank][name] for rank in range(RANKS)]
+def test_model_of_transformers_on_cut_sequences_equals_the_whole(results, name):
+    ours = [results[rank][name] for rank in range(RANKS)]
     logits, loss, gradients = pretrained(name)
     assert_same([torch.cat([each[0] for each in ours], 1)], [logits], ["logits"])
-    # each rank has its share of the loss, of the labels and of the gradients
-    assert_same([sum(each[1] for each in ours)], [loss], ["loss"], 1e-6)  # transformers computes it in float32
+    # loss and gradients of the ranks are shares that sum to the whole
+    assert_same([sum(each[1] for each in ours)], [loss], ["loss"], 1e-6)  # transformers computes the loss in float32
     summed = [sum(each) for each in zip(*(each[2] for each in ours), strict=True)]
     assert_same(summed, gradients, ["gradient"] * len(gradients), 1e-6)
 
 
-def test_model_under_the_parallelism_config_of_accelerate(found):
+def test_model_under_the_parallelism_config_of_accelerate(results):
     model, texts = pretrained_model("llama"), accelerated_texts()
     model(texts, labels=texts).loss.backward()
     truth = [parameter.grad for parameter in model.parameters()]
     for rank in range(RANKS):
-        gradients, refused = found[rank]["accelerated"]
+        gradients, refused = results[rank]["accelerated"]
         assert_same(gradients, truth, ["gradient"] * len(truth), 1e-6)
         assert "got padding and accelerate's ParallelismConfig" in refused
 
 
-def test_models_of_transformers_that_cannot_be_cut_are_refused(found):
-    messages = found[0]["refused models"]
+def test_models_of_transformers_that_cannot_be_cut_are_refused(results):
+    messages = results[0]["refused models"]
     assert 'build it with attn_implementation="flow_attention"' in messages["softmax"]
     assert "FlowformerForSequenceClassification cannot be cut over ranks: it does more" in messages["classifier"]
     assert "has a sliding window" in messages["window"]

@@ -1,4 +1,4 @@
-"""Softmax exchanged for Flow-Attention with learned heads: feature maps, powers, windows, layers that stay softmax."""
+"""Linearized attention layers: learned features, powers and gain, softmax windows, kept softmax layers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def _seed():
 
 
 def exchanged(name: str, exchange: Exchange, auto=AutoModelForCausalLM):
+    """Build a model with this exchange and random weights."""
     config = copy.deepcopy(CONFIGS[name])
     config.flow_attention = exchange.to_dict()
     model = randomized(auto.from_config(config, attn_implementation="flow_attention"))
@@ -128,7 +129,7 @@ def test_a_window_as_long_as_the_text_is_softmax(name, mask):
         expected = softmax(PROMPTS, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(
             result[kept], expected[kept], rtol=1e-5, atol=1e-5
-        )  # transformers has a float32 softmax
+        )  # transformers computes the softmax in float32
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -175,18 +176,18 @@ def test_a_fresh_exchange_is_linear_attention():
 
 
 @EVERY_EXCHANGE
-def test_saved_and_loaded_it_is_the_same(exchange, tmp_path):
+def test_saving_and_loading(exchange, tmp_path):
     model = exchanged("llama", exchange)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert loaded.config._attn_implementation == "flow_attention"
-    # rotary frequencies are rounded in one and not in the other
+    # rotary frequencies are rounded in one model and not in the other
     torch.testing.assert_close(loaded(PROMPTS).logits, model(PROMPTS).logits, rtol=1e-5, atol=1e-5)
     assert Exchange.of(loaded.config) == exchange
 
 
 def test_weights_of_a_softmax_model_start_at_the_identity(tmp_path):
-    """What a checkpoint lacks is as `reset_parameters` leaves it, not as memory happened to be."""
+    """Parameters missing from a checkpoint are initialised by `reset_parameters`, not left uninitialised."""
     AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
     config = copy.deepcopy(CONFIGS["llama"])
     config.flow_attention = replace(EXCHANGES["all"], keep_layers=()).to_dict()

@@ -1,4 +1,4 @@
-"""transformers: the heads on text, and what Trainer, PEFT and a misspelt option meet."""
+"""The heads of the Flowformer models of transformers, their config, and their use with Trainer and PEFT."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_heads_share_their_weights_and_embeddings(tmp_path):
 
 
 def test_label_smoothing_scores_the_next_token(tmp_path):
-    """Trainer shifts the labels of a model whose name it knows as a language model."""
+    """Trainer shifts the labels only if the class name is registered as a language model."""
     model = language_model().float()
     data = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in PROMPTS]
     losses = {}
@@ -91,13 +91,13 @@ def test_label_smoothing_scores_the_next_token(tmp_path):
     assert losses[1e-6] == pytest.approx(losses[0.0], rel=1e-4)
 
 
-def test_names_are_known_to_the_library():
+def test_models_are_registered_by_name():
     from transformers.models.auto import modeling_auto
 
     for task in ("", "FOR_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_QUESTION_ANSWERING_", "FOR_TOKEN_CLASSIFICATION_"):
         name = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")["flowformer"]
         assert getattr(modeling_auto, f"MODEL_{task}MAPPING")[FlowformerConfig].__name__ == name
-    assert len(list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.keys())) > 100  # it can still be listed
+    assert len(list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.keys())) > 100  # registering must not break listing
 
 
 @pytest.mark.parametrize("name", ["num_layers", "hiden_size", "n_head"])
@@ -127,7 +127,7 @@ def test_generation_after_dynamic_quantisation():
     assert torch.equal(tokens, quantized.generate(PROMPTS, max_new_tokens=4, do_sample=False, use_cache=False))
 
 
-def test_continuous_batching_says_why_not():
+def test_continuous_batching_is_refused_with_a_reason():
     with pytest.raises(NotImplementedError, match="no place for the sums of Flow-Attention"):
         language_model().generate_batch([[3, 1, 4]], max_new_tokens=2)
 
@@ -157,8 +157,10 @@ load()
 
 
 def test_a_fresh_process_loads_after_the_import(tmp_path):
-    """transformers has no entry points: without the import it knows neither this model type nor the attention of a
-    BERT, which it must not load as softmax."""
+    """transformers has no entry points: the import registers model type and attention.
+
+    Without it, loading must fail; in particular a BERT with Flow-Attention must not be loaded with softmax.
+    """
     language_model().save_pretrained(tmp_path / "flowformer")
     small = BertConfig(vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
     bert = AutoModel.from_config(small, attn_implementation="flow_attention")

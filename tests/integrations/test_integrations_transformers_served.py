@@ -1,4 +1,4 @@
-"""`attn_implementation="flow_attention"`: a model is really served, or refused before it is trained."""
+"""`attn_implementation="flow_attention"`: every model either runs Flow-Attention or is refused before training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLIP = transformers.CLIPConfig(
     text_config=TEXT | {"eos_token_id": 2, "bos_token_id": 1},
     vision_config=TEXT | {"image_size": 8, "patch_size": 4},
 )
-# each of them ran softmax without a word, most of them without their causal mask, or fell over
+# without the checks each of these silently ran softmax, most without their causal mask, or crashed
 HARD_CODED = [
     "bloom", "codegen", "xglm", "gpt_neox_japanese", "mvp", "deberta", "mpnet", "xlnet", "xlm", "flaubert", "wavlm",
     "openai-gpt", "cvt", "mobilevit", "imagegpt", "megatron-bert", "falcon", "gptj", "data2vec-vision", "big_bird",
@@ -49,7 +49,8 @@ def _seed():
     torch.manual_seed(0)
 
 
-def existing(config, auto=AutoModel, **options) -> nn.Module:
+def flow_model(config, auto=AutoModel, **options) -> nn.Module:
+    """Build a model of transformers with Flow-Attention and random weights."""
     return randomized(auto.from_config(copy.deepcopy(config), attn_implementation=NAME, **options))
 
 
@@ -66,7 +67,7 @@ def test_a_model_that_would_run_softmax_is_refused_however_it_is_asked(model_typ
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_list_of_attentions_is_no_key_error():
+def test_a_model_with_its_own_list_of_attentions_is_refused():
     with pytest.raises(NotImplementedError, match="cannot serve SamModel: it chooses its attention from a list"):
         AutoModel.from_config(transformers.SamConfig(), attn_implementation=NAME)
 
@@ -105,7 +106,7 @@ SEQUENCE_TO_SEQUENCE = {
 
 
 def test_the_encoder_half_of_an_encoder_decoder_is_served():
-    """bart alone, and whisper as the classifier that has no decoder."""
+    """The encoder of BART, and the Whisper classifier, which has no decoder."""
     from transformers.models.bart.modeling_bart import BartEncoder
 
     config = transformers.BartConfig(**SEQUENCE_TO_SEQUENCE)
@@ -168,8 +169,8 @@ def test_the_choice_is_saved_with_the_model(config, tmp_path):
 @pytest.mark.parametrize("mask", [LEFT, LEFT.flip(1)], ids=["left", "right"])
 @pytest.mark.parametrize("positional", [False, True])
 def test_positions_follow_the_mask(config, mask, positional):
-    """No positions are passed: a sequence padded on either side is the sequence alone."""
-    model = existing(config)
+    """Without position_ids, a sequence padded on either side gives the result of the sequence alone."""
+    model = flow_model(config)
     if positional and config.model_type == "gpt2":
         together = model(PROMPTS, None, mask)
     else:
@@ -179,15 +180,15 @@ def test_positions_follow_the_mask(config, mask, positional):
 
 
 def test_positions_that_are_passed_stay():
-    model = existing(LLAMA)
+    model = flow_model(LLAMA)
     positions = 3 + torch.arange(7)[None]
     masked = model(PROMPTS, attention_mask=torch.ones_like(PROMPTS), position_ids=positions).last_hidden_state
     assert_close(masked, model(PROMPTS, position_ids=positions).last_hidden_state)
     assert (masked - model(PROMPTS).last_hidden_state).abs().max() > 1e-3
 
 
-def test_output_attentions_is_answered():
-    model = existing(BERT)
+def test_output_attentions_warns():
+    model = flow_model(BERT)
     with pytest.warns(UserWarning, match="no matrix of attention weights"):
         model(PROMPTS, output_attentions=True)
     with warnings.catch_warnings():
@@ -196,7 +197,7 @@ def test_output_attentions_is_answered():
 
 
 def test_another_attention_afterwards_is_untouched():
-    model = existing(LLAMA)
+    model = flow_model(LLAMA)
     stock = randomized(AutoModel.from_config(copy.deepcopy(LLAMA)))
     model.set_attn_implementation("sdpa")
     left = {"attention_mask": LEFT}
@@ -232,13 +233,13 @@ def test_a_window_as_long_as_the_input_is_causal():
 KINDS = ["sliding_attention", "full_attention"]
 EMBEDDING_GEMMA = transformers.Gemma3TextConfig(
     **TEXT, num_key_value_heads=2, head_dim=8, layer_types=KINDS, use_bidirectional_attention=True, sliding_window=14
-)  # half of the window on either side of a token, and the token
+)  # sliding_window becomes 14 / 2 + 1 = 8
 
 
 @pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1)], ids=["whole", "left", "right"])
 def test_embedding_gemma_is_bidirectional(mask):
-    """Its masks are unions of a causal pattern and one of all tokens, or of a window."""
-    model = existing(EMBEDDING_GEMMA)
+    """The masks of EmbeddingGemma are unions of the causal pattern with all pairs, or with a bidirectional window."""
+    model = flow_model(EMBEDDING_GEMMA)
     assert model.config.sliding_window == 8
     with watched(PROMPTS.shape[1], sees_ahead=True, keep=None if mask is None else mask.bool()) as errors:
         together = model(PROMPTS, attention_mask=mask).last_hidden_state
@@ -250,7 +251,7 @@ def test_embedding_gemma_is_bidirectional(mask):
 
 
 def test_embedding_gemma_takes_one_token_but_continues_no_cache():
-    model = existing(EMBEDDING_GEMMA)
+    model = flow_model(EMBEDDING_GEMMA)
     outputs = model(PROMPTS[:, :1])
     assert_close(outputs.last_hidden_state, model(PROMPTS[:, :1], use_cache=False).last_hidden_state)
     with pytest.raises(ValueError, match="no state to continue from"):
@@ -258,19 +259,19 @@ def test_embedding_gemma_takes_one_token_but_continues_no_cache():
 
 
 def test_embedding_gemma_beyond_its_window_is_refused():
-    model = existing(EMBEDDING_GEMMA)
+    model = flow_model(EMBEDDING_GEMMA)
     with pytest.raises(NotImplementedError, match="sliding window shorter than the input"):
         model(PROMPTS.repeat(1, 2))
 
 
 def test_packed_sequences_of_embedding_gemma_are_refused():
-    model = existing(EMBEDDING_GEMMA)
+    model = flow_model(EMBEDDING_GEMMA)
     with pytest.raises(NotImplementedError, match="packed sequences are bidirectional"):
         model(PROMPTS, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)
 
 
 def test_a_layer_that_does_not_know_of_its_bidirectional_mask_is_bidirectional():
-    """As in Step 3.7, whose layers say is_causal=True and may get the masks of EmbeddingGemma."""
+    """Layers of Step 3.7 have is_causal=True and may get the bidirectional masks of EmbeddingGemma."""
     layer = nn.Identity()
     layer.is_causal = True
     q = torch.randn(3, 2, 7, 4, dtype=torch.float64)
@@ -282,7 +283,7 @@ def test_a_layer_that_does_not_know_of_its_bidirectional_mask_is_bidirectional()
 
 
 def test_a_layer_that_does_not_know_of_its_causal_mask_is_causal():
-    """As in AIMv2, whose layers say is_causal=False and get a causal mask, with padding and without."""
+    """Layers of AIMv2 have is_causal=False and get a causal mask, with or without padding."""
     layer = nn.Identity()
     layer.is_causal = False
     q = torch.randn(3, 2, 7, 4, dtype=torch.float64)
@@ -299,8 +300,8 @@ def test_a_layer_that_does_not_know_of_its_causal_mask_is_causal():
 
 
 def test_a_compiled_model_is_the_model():
-    """In one graph with a mask; without one transformers looks for packed sequences, which breaks the graph."""
-    model = existing(LLAMA)
+    """With a mask the model is one graph; without one transformers looks for packed sequences, a graph break."""
+    model = flow_model(LLAMA)
     for options in ({}, {"attention_mask": LEFT}):
         compiled = torch.compile(model, backend="eager", fullgraph=bool(options))
         expected = model(PROMPTS, use_cache=False, **options).last_hidden_state
@@ -308,8 +309,8 @@ def test_a_compiled_model_is_the_model():
 
 
 def test_an_exported_model_takes_a_mask():
-    """Without one transformers looks for packed sequences, and a graph cannot tell them."""
-    model, mask = existing(LLAMA), torch.ones_like(PROMPTS)
+    """Without a mask transformers looks for packed sequences, which depends on data and cannot be exported."""
+    model, mask = flow_model(LLAMA), torch.ones_like(PROMPTS)
     exported = torch.export.export(model, (PROMPTS,), {"attention_mask": mask, "use_cache": False}).module()
     expected = model(PROMPTS, attention_mask=LEFT, use_cache=False).last_hidden_state
     assert_close(exported(PROMPTS, attention_mask=LEFT, use_cache=False).last_hidden_state, expected)
@@ -328,8 +329,8 @@ def test_continuous_batching_is_refused():
         model.generate_batch([[3, 1, 4]], max_new_tokens=2)
 
 
-def test_training_gives_what_the_first_forward_promised():
-    """A causal model trained on noise does not fall below its entropy: nothing leaks."""
+def test_training_does_not_leak_the_future():
+    """On random tokens the loss of a causal model stays near their entropy; a leak of the future would lower it."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(LLAMA), attn_implementation=NAME)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""The table of model types in docs/transformers.md: true for a handful, and with `-m slow` for all."""
+"""Check the table of model types in docs/transformers.md: a few types, and with `-m slow` all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HANDFUL = ["bert", "roberta", "vit", "clip", "llama", "gpt2", "qwen2_vl", "bamba
 
 
 @pytest.mark.parametrize("model_type", HANDFUL)
-def test_the_page_is_true_of(model_type):
+def test_the_page_lists_the_right_group(model_type):
     assert classify(model_type) == page_groups()[model_type]
 
 
@@ -30,7 +30,7 @@ def test_counts_of_the_page_add_up():
 
 @pytest.mark.slow
 def test_every_model_type_is_served_or_refused():
-    """Types of another version of transformers than the page's may be more or fewer, but none may be wrong."""
+    """Another version of transformers than the page's may add or remove types, but none may give wrong results."""
     outcomes = sweep()
     assert {name: outcome for name, outcome in outcomes.items() if outcome.status == "wrong"} == {}
     shown = page_groups()

@@ -1,4 +1,4 @@
-"""A small language, the sizes of models that can learn it, and the options of a short transfer."""
+"""A small artificial language, configs of small models for it, and the options of a short transfer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHORT |= {"transfer_lr": 1e-2, "lora_lr": 3e-3}
 
 
 def documents(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Sequences in which every token is one of two that may follow the one before."""
+    """Random sequences in which each token has two possible successors."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    sequences = []
     for _ in range(count):
         tokens = [2]
         for turn in torch.randint(2, (int(torch.randint(9, 40, (), generator=generator)),), generator=generator):
             tokens.append(2 + (3 * tokens[-1] + 1 + 5 * int(turn)) % (WORDS - 2))
-        found.append(torch.tensor(tokens))
-    return found
+        sequences.append(torch.tensor(tokens))
+    return sequences

@@ -1,4 +1,4 @@
-"""Reads stories260K, a small pretrained model, from the file format of llama2.c."""
+"""Reader of stories260K, a small pretrained model in the file format of llama2.c."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 
 def load(path: Path) -> transformers.LlamaForCausalLM:
+    """Return the model in `path` as a Llama of transformers."""
     data = path.read_bytes()
     dim, hidden, layers, heads, key_heads, vocabulary, length = struct.unpack("<7i", data[:28])
     numbers, start = torch.from_numpy(np.frombuffer(data, np.float32, offset=28).copy()), 0
@@ -22,8 +23,8 @@ def load(path: Path) -> transformers.LlamaForCausalLM:
         start += size
         return numbers[start - size : start].view(shape)
 
-    def halves(weight: Tensor, count: int) -> Tensor:
-        """The features of each head in the order of transformers: rotated are (i, i + D/2), not (2i, 2i + 1)."""
+    def reorder_rotary(weight: Tensor, count: int) -> Tensor:
+        """Reorder the features of each head: llama2.c rotates the pairs (2i, 2i + 1), transformers (i, i + D/2)."""
         return weight.view(layers, count, -1, 2, dim).transpose(2, 3).reshape(weight.shape)
 
     config = transformers.LlamaConfig(
@@ -40,8 +41,8 @@ def load(path: Path) -> transformers.LlamaForCausalLM:
     weights, width = {"model.embed_tokens.weight": read(vocabulary, dim)}, dim * key_heads // heads
     parts = {
         "input_layernorm": read(layers, dim),
-        "self_attn.q_proj": halves(read(layers, dim, dim), heads),
-        "self_attn.k_proj": halves(read(layers, width, dim), key_heads),
+        "self_attn.q_proj": reorder_rotary(read(layers, dim, dim), heads),
+        "self_attn.k_proj": reorder_rotary(read(layers, width, dim), key_heads),
         "self_attn.v_proj": read(layers, width, dim),
         "self_attn.o_proj": read(layers, dim, dim),
         "post_attention_layernorm": read(layers, dim),

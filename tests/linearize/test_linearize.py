@@ -1,4 +1,4 @@
-"""Linearizing a decoder: exchange, transfer, LoRA, resuming, saving, and what is refused."""
+"""Linearizing a decoder: exchange, transfer, LoRA, resuming, saving, and refused inputs."""
 
 from __future__ import annotations
 
@@ -81,25 +81,25 @@ def test_both_stages_learn(teacher, tmp_path):
 
 
 def test_the_teacher_is_the_model_as_it_was(teacher):
-    """At every stage: whatever the student learns, its teacher does not move."""
+    """The teacher's logits do not depend on the `FlowHeads` and the LoRA weights."""
     expected = logits(copy.deepcopy(teacher), TOKENS)
     student = linearize(teacher)
     config = LinearizeConfig(**SHORT)
     pair = Pair(student, config)
-    torch.testing.assert_close(pair.taught({"input_ids": TOKENS}), expected)
+    torch.testing.assert_close(pair.teacher_output({"input_ids": TOKENS}), expected)
     pair.add_lora(4, "all")
     for name, parameter in student.model.named_parameters():
         if "lora_" in name or ".flow." in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    torch.testing.assert_close(pair.taught({"input_ids": TOKENS}), expected)
+    torch.testing.assert_close(pair.teacher_output({"input_ids": TOKENS}), expected)
     with torch.no_grad():
-        learned = pair.learned({"input_ids": TOKENS})
+        learned = pair.student_output({"input_ids": TOKENS})
     pair.merge()
     torch.testing.assert_close(logits(student, TOKENS), learned, rtol=1e-4, atol=1e-4)
 
 
 def test_stage_one_gets_the_teachers_inputs(teacher):
-    """The error of an attention does not depend on what the layers before it have learned."""
+    """The error of a layer does not depend on the `FlowHeads` of the layers before it."""
     student = linearize(teacher)
     batch = PackedRows(documents(20), 24, 0).batch(0, 4)
     pair = Pair(student, LinearizeConfig())
@@ -153,7 +153,7 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
     assert [each.loss for each in report.stages[1:]] == pytest.approx(
         [each.loss for each in expected.stages[1:]], rel=0.5
     )
-    _, report, records = run(tmp_path / "cut", resume=True)  # nothing is left to do
+    _, report, records = run(tmp_path / "cut", resume=True)  # the transfer is finished
     assert not [record for record in records if record["kind"] == "train"]
     assert len(report.stages) == 3
     with pytest.raises(ValueError, match="another transfer_lr"):
@@ -172,6 +172,58 @@ def test_an_interrupted_transfer_loses_nothing(teacher, tmp_path, stage):
             run(tmp_path / "cut", resume=True)
 
 
+def test_an_interrupted_student_can_be_saved(teacher, tmp_path):
+    """Its LoRA layers are removed: `from_pretrained` would not find the names of their weights."""
+    student = linearize(teacher)
+
+    def stop(record):
+        if record["kind"] == "train" and record["stage"] == "lora":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="lora"):
+        student.transfer(documents(30), LinearizeConfig(**SHORT | {"transfer_tokens": 200}), report=stop)
+    assert not any("lora" in name for name in student.state_dict())
+    assert all(parameter.requires_grad for parameter in student.parameters())
+    student.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded, TOKENS), logits(student, TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_student_cannot_resume(teacher, tmp_path):
+    """A transfer resumes from the original model, whose weights the checkpoint does not hold."""
+    student, options = linearize(teacher), LinearizeConfig(**SHORT)
+
+    def stop(record):
+        if record["kind"] == "train":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        student.transfer(documents(30), options, folder=tmp_path / "run", report=stop)
+    with pytest.raises(ValueError, match=r"This student has been trained since: linearize the original model again"):
+        student.transfer(documents(30), options, folder=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("evaluated_first", [True, False])
+def test_evaluation_may_be_added_or_dropped_on_resume(teacher, tmp_path, evaluated_first):
+    """The results page has empty cells for the stages without scores."""
+    config = LinearizeConfig(**SHORT | {"transfer_tokens": 200, "lora_tokens": 200})
+    held_out = documents(9, seed=5)
+
+    def stop(record):
+        if record["kind"] == "train":
+            signal.raise_signal(signal.SIGTERM)
+
+    options = {"folder": tmp_path / "run", "evaluate": held_out if evaluated_first else None}
+    with pytest.raises(Interrupted):
+        linearize(copy.deepcopy(teacher)).transfer(documents(30), config, report=stop, **options)
+    options |= {"resume": True, "evaluate": None if evaluated_first else held_out}
+    report = linearize(teacher).transfer(documents(30), config, **options)
+    scored = [bool(stage.scores) for stage in report.stages]
+    assert scored == ([True, False, False] if evaluated_first else [False, True, True])
+    (row,) = [line for line in str(report).splitlines() if line.startswith("| perplexity |")]
+    assert [bool(cell.strip()) for cell in row.split("|")[2:-1]] == scored
+
+
 @pytest.mark.filterwarnings("error:.gradient_checkpointing_:FutureWarning")
 def test_gradient_checkpointing_changes_nothing(teacher):
     results = []
@@ -185,7 +237,7 @@ def test_gradient_checkpointing_changes_nothing(teacher):
 
 
 def test_bfloat16_learns_too(teacher):
-    """Autocast leaves rotated queries and keys in float32 and rounds values: the attention takes both."""
+    """Under autocast, rotated queries and keys are float32 and values bfloat16; the attention accepts the mix."""
     student = linearize(teacher)
     options = SHORT | {"transfer_tokens": 1000, "lora_tokens": 300, "precision": "bf16", "window": 3, "gain": True}
     exchanged, transferred, lora = student.transfer(documents(30), LinearizeConfig(**options)).stages
@@ -199,7 +251,7 @@ def test_bfloat16_learns_too(teacher):
 
 @torch.no_grad()
 def test_time_ends_a_transfer(teacher):
-    """Also where the caller has turned gradients off."""
+    """The caller has disabled gradients, which `transfer` enables again."""
     student = linearize(teacher)
     report = student.transfer(documents(30), LinearizeConfig(**SHORT | {"minutes": 0.01, "lora_tokens": 10**9}))
     assert report.stages[-1].tokens < 10**6
@@ -296,9 +348,18 @@ def test_a_trained_student_keeps_its_exchange(teacher):
         student.transfer(documents(30), LinearizeConfig(**options, window=3))
 
 
+def test_a_student_without_a_teacher_is_not_trained(teacher):
+    student = linearize(teacher)
+    config = LinearizeConfig(**SHORT | {"transfer_tokens": 200, "lora_tokens": 200})
+    student.transfer(documents(30), replace(config, lora_tokens=0))
+    student.transfer(documents(30), config)
+    with pytest.raises(ValueError, match=r"its teacher no longer exists\. Linearize the original model again"):
+        student.transfer(documents(30), config)
+
+
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "linearize.md").read_text(), re.M | re.S)
-    monkeypatch.chdir(tmp_path)  # it saves a student
+    monkeypatch.chdir(tmp_path)  # the code saves a student
     names = {}
     exec(compile(code, "linearize.md", "exec"), names)
     assert [stage.name for stage in names["report"].stages] == ["exchanged", "transfer", "lora"]

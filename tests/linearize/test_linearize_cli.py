@@ -1,4 +1,4 @@
-"""`flowformer linearize`."""
+"""The command `flowformer linearize`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_encoder_learns_from_lines(model):
         (["--eval", "latin.txt"], "latin.txt is no text in UTF-8"),
     ],
 )
-def test_mistakes_are_told(model, arguments, words, monkeypatch):
+def test_wrong_arguments_are_reported(model, arguments, words, monkeypatch):
     monkeypatch.chdir(model)
     (model / "latin.txt").write_bytes("café".encode("latin-1"))
     command = ["linearize", model / "decoder", "--text", model / "text.txt", "--out", model / "run", *SHORT]
@@ -104,7 +104,7 @@ def test_an_encoder_is_not_taken_for_a_decoder(model):
 
 
 def test_the_example_makes_a_table(model, monkeypatch):
-    """Of all its rows; a second run reads what the first has left."""
+    """The table has all rows; a second run reuses the results of the first and starts no process."""
     options = ["--every", "2", "--text", "text.txt", "--eval", "more.txt", *SHORT[:-1], "length=70"]
 
     def run(command, **_):
@@ -112,7 +112,7 @@ def test_the_example_makes_a_table(model, monkeypatch):
 
     monkeypatch.chdir(model)
     monkeypatch.setattr(subprocess, "Popen", run)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers would outlive the test
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers would stay installed after the test
     monkeypatch.setattr(sys, "argv", ["linearize_table.py", "decoder", "table", *options])
     example = str(ROOT / "examples" / "linearize_table.py")
     rows = runpy.run_path(example)["ROWS"]

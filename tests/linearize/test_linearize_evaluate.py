@@ -1,4 +1,4 @@
-"""How a student is compared with its teacher: scores, embeddings, speed and bytes of the cache."""
+"""Evaluation of a student: scores, embeddings, generation speed and cache size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowformer.linearize.pair import Pair
 
 
 def test_embeddings_of_all_sentences_are_compared_once():
-    """By their means over tokens that are no padding, whatever the batches."""
+    """Padding and the batch size do not change the scores."""
     student = linearize(AutoModel.from_config(copy.deepcopy(BERT)).eval())
     texts = documents(7, seed=5)
     scores = []
@@ -31,11 +31,11 @@ def test_embeddings_of_all_sentences_are_compared_once():
 
 def test_evaluation_scores_every_token_once():
     class Uniform:
-        def taught(self, batch):
+        def teacher_output(self, batch):
             self.tokens = batch["input_ids"]
             return torch.zeros(*self.tokens.shape, WORDS)
 
-        def learned(self, batch):
+        def student_output(self, batch):
             return torch.zeros(*batch["input_ids"].shape, WORDS)
 
     for count in (2, 9, 10, 11, 57):
@@ -51,17 +51,26 @@ def test_evaluation_scores_every_token_once():
     assert rank_correlation(torch.arange(5.0), -torch.arange(5.0)) == -1
 
 
+def test_words_are_unknown_if_a_document_is_tokens(teacher):
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [3] if isinstance(text, str) else [[3] * len(piece) for piece in text]}
+
+    student, tokens = linearize(teacher, tokenizer), torch.arange(2, WORDS)
+    assert HeldOut.of(student, ["one two", "three"], LinearizeConfig()).words == 3
+    assert HeldOut.of(student, ["one two", tokens], LinearizeConfig()).words == 0
+
+
 def test_cloze_accuracy_is_the_share_of_last_words_that_are_guessed():
     def tokenizer(text, add_special_tokens):
         return {"input_ids": [7] * add_special_tokens + [ord(letter) for letter in text if letter != " "]}
 
     def logits(batch):
-        """Those of a model that expects every second letter to be the same."""
+        """Logits of a model that expects token i + 1 to equal token i − 1."""
         tokens = batch["input_ids"]
-        assert tokens[0, 0] == 7  # as every text begins
+        assert tokens[0, 0] == 7  # the tokenizer's first token
         return torch.nn.functional.one_hot(torch.cat([tokens[:, :1], tokens[:, :-1]], 1), 128).float()
 
-    # one letter of the second is wrong; the last has no word before it
+    # the second text has one wrong letter; the last one has no word before its last word
     assert cloze_accuracy(logits, ["ab ab", "ab ac", "a b a", "a"], tokenizer) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="no text has a word"):
         cloze_accuracy(logits, ["alone"], tokenizer)

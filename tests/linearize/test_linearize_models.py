@@ -1,4 +1,4 @@
-"""Linearizing encoders, classifiers, models of images, and decoders of many kinds."""
+"""Linearizing encoders, classifiers, vision models, and decoders of several architectures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_encoders_learn_their_hidden_states():
 
 
 def test_a_classifier_of_documents_is_compared_by_its_scores():
-    """Its rows have no tokens to take the mean of."""
+    """A classifier returns one row per document, (B, labels): there are no tokens to average over."""
     torch.manual_seed(0)
     config = copy.deepcopy(BERT)
     config.num_labels = 5
@@ -51,6 +51,16 @@ def test_a_classifier_of_documents_is_compared_by_its_scores():
     assert report.scores["cosine"] == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_one_document_per_update():
+    """A classifier gives it one row, which has no variance to be relative to."""
+    config = copy.deepcopy(BERT)
+    config.num_labels = 3
+    student = linearize(AutoModelForSequenceClassification.from_config(config))
+    options = LinearizeConfig(**SHORT | {"batch_size": 1, "transfer_tokens": 0, "lora_tokens": 300})
+    *_, lora = student.transfer(documents(60), options).stages
+    assert 0 < lora.loss < 10
+
+
 def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
     student = linearize(copy.deepcopy(trained).model)
     options = SHORT | {"transfer_tokens": 500, "lora_tokens": 500}
@@ -61,13 +71,13 @@ def test_a_decoder_without_a_head_learns_its_hidden_states(trained):
 
 @pytest.mark.parametrize(("features", "positions"), [("bert", 12), ("roberta", 10)])
 def test_rows_are_no_longer_than_the_model_has_positions(features, positions):
-    """RoBERTa counts from the position after that of padding."""
+    """RoBERTa numbers its first token padding_idx + 1, so that two of its positions are unused."""
     options = BERT.to_dict() | {"max_position_embeddings": 12, "pad_token_id": 1}
     config = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[features].from_dict(options)
     student = linearize(AutoModel.from_config(config))
     assert student.longest == positions
     report = student.transfer(documents(9), LinearizeConfig(transfer_tokens=99, lora_tokens=0))
-    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents are longer, but one
+    assert report.stages[1].tokens == 8 * positions * report.stages[1].steps  # all documents but one are longer
 
 
 def test_images_are_batches_of_inputs():
@@ -79,6 +89,15 @@ def test_images_are_batches_of_inputs():
     assert transferred.steps > 3
     assert sum(transferred.errors) < sum(exchanged.errors)
     assert lora.loss is not None
+
+
+def test_layers_that_the_inputs_do_not_run_are_named():
+    """Text alone does not run the vision encoder of LLaVA, which would stay untrained."""
+    vision = copy.deepcopy(VIT).to_dict() | {"model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=LLAMA.to_dict(), image_token_index=WORDS - 1)
+    student = linearize(transformers.LlavaForConditionalGeneration(config))
+    with pytest.raises(ValueError, match=r"do not run 1 of the 3 attention layers to train, such as .*vision_tower"):
+        student.transfer(documents(30), LinearizeConfig(**SHORT))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +157,7 @@ SIZES |= {"num_hidden_layers": 2, "eos_token_id": 1}
 )
 @torch.no_grad()
 def test_documents_do_not_see_each_other(config, rows):
-    """In teacher and student, whether the model keeps packed documents apart or not; and none of them is lost."""
+    """Each document gives the same result alone and in its row, in teacher and student; no token is dropped."""
     torch.manual_seed(0)
     student = linearize(AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval())
     options = LinearizeConfig(length=24, batch_size=4)
@@ -150,11 +169,11 @@ def test_documents_do_not_see_each_other(config, rows):
     tokens, mask = batch["input_ids"], batch.get("attention_mask", torch.ones(4, 24)).bool()
     begins = torch.zeros_like(mask) if rows is PaddedRows else batch["position_ids"] == 0
     begins[:, 0] = True
-    for run in (pair.taught, pair.learned):
+    for run in (pair.teacher_output, pair.student_output):
         together = run(batch)
         for row in range(4):
             document = begins[row].cumsum(0)[mask[row]]
             for number in document.unique():
-                place = (document == number).nonzero()[:, 0]
-                alone = run({"input_ids": tokens[row, place][None]})[0]
-                torch.testing.assert_close(together[row, place], alone, rtol=1e-4, atol=1e-5)
+                columns = (document == number).nonzero()[:, 0]
+                alone = run({"input_ids": tokens[row, columns][None]})[0]
+                torch.testing.assert_close(together[row, columns], alone, rtol=1e-4, atol=1e-5)

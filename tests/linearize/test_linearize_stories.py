@@ -1,4 +1,4 @@
-"""A pretrained model that tells stories is made linear; for whoever has its weights, stories260K.bin of llama2.c."""
+"""Linearizing a small pretrained language model; needs its weights, stories260K.bin of llama2.c."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(not WEIGHTS.exists(), reason="set FLOWFORMER_WEI
 def test_a_story_teller_is_made_linear():
     model = stories.load(WEIGHTS)
     torch.manual_seed(0)
-    told = model.generate(torch.ones(72, 1, dtype=torch.long), do_sample=True, max_new_tokens=199, top_k=0)
+    sampled = model.generate(torch.ones(72, 1, dtype=torch.long), do_sample=True, max_new_tokens=199, top_k=0)
     with torch.no_grad():
-        assert model(told, labels=told).loss < 2.2
+        assert model(sampled, labels=sampled).loss < 2.2
     config = LinearizeConfig(
         length=128,
         batch_size=8,
@@ -31,10 +31,10 @@ def test_a_story_teller_is_made_linear():
         precision="fp32",
     )
     student = linearize(model, None, config)
-    report = student.transfer(list(told[:64]), config, evaluate=list(told[64:]))
+    report = student.transfer(list(sampled[:64]), config, evaluate=list(sampled[64:]))
     exchanged, transferred, tuned = (stage.scores["perplexity"] for stage in report.stages)
     assert tuned < 0.8 * exchanged
     assert transferred < 1.05 * exchanged
     options = {"max_new_tokens": 40, "do_sample": False}
-    again = student.generate(told[:2, :9], use_cache=False, **options)
-    assert torch.equal(student.generate(told[:2, :9], **options), again)
+    again = student.generate(sampled[:2, :9], use_cache=False, **options)
+    assert torch.equal(student.generate(sampled[:2, :9], **options), again)

@@ -1,4 +1,4 @@
-"""Text as tokens, and as batches of rows."""
+"""Tokenisation, and batches of packed and padded rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from flowformer.linearize import LinearizeConfig, linearize
 from flowformer.linearize.text import (
-    NEARBY,
+    UPDATES_PER_GROUP,
     PackedRows,
     PaddedRows,
-    around,
-    framed,
+    checksum,
     language_documents,
     special_token,
+    special_tokens_around,
     tokenize,
+    with_special_tokens,
 )
 from flowformer.linearize.transfer import make_batches
 
 
 def test_rows_are_packed_documents():
-    rows = PackedRows(framed(documents(7), [], [1]), 10, 3)
+    rows = PackedRows(with_special_tokens(documents(7), [], [1]), 10, 3)
     stream = torch.cat([torch.cat([each, torch.tensor([1])]) for each in documents(7)])
     assert torch.equal(rows.tokens.flatten().long(), stream[: rows.tokens.numel()])
     begins = rows.positions == 0
@@ -41,15 +42,15 @@ def test_rows_are_packed_documents():
 
 def test_sentences_of_an_update_have_similar_lengths():
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 50, (NEARBY * 4,), generator=generator).tolist()
+    lengths = torch.randint(1, 50, (UPDATES_PER_GROUP * 4,), generator=generator).tolist()
     sentences = PaddedRows([torch.full((length,), 5) for length in lengths], 99, 0, [], [], 3)
-    updates = [sentences.rows(step, 4).tolist() for step in range(2 * NEARBY)]
-    for epoch in (updates[:NEARBY], updates[NEARBY:]):
+    updates = [sentences.rows(step, 4).tolist() for step in range(2 * UPDATES_PER_GROUP)]
+    for epoch in (updates[:UPDATES_PER_GROUP], updates[UPDATES_PER_GROUP:]):
         assert sorted(row for rows in epoch for row in rows) == list(range(len(sentences)))
         ranges = sorted((min(lengths[row] for row in rows), max(lengths[row] for row in rows)) for rows in epoch)
         assert all(before[1] <= after[0] for before, after in pairwise(ranges))
-    assert updates[:NEARBY] != updates[NEARBY:]
-    assert updates[:NEARBY] != sorted(updates[:NEARBY], key=lambda rows: lengths[rows[0]])
+    assert updates[:UPDATES_PER_GROUP] != updates[UPDATES_PER_GROUP:]
+    assert updates[:UPDATES_PER_GROUP] != sorted(updates[:UPDATES_PER_GROUP], key=lambda rows: lengths[rows[0]])
     shares = [sentences.batch(5, 4, rank, 2)["input_ids"].ne(0).sum().item() for rank in (0, 1)]
     assert sum(shares) == sentences.batch(5, 4)["attention_mask"].sum()
 
@@ -59,7 +60,7 @@ def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
         assert not add_special_tokens
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
-    monkeypatch.setattr("flowformer.linearize.text.PIECE", 5)
+    monkeypatch.setattr("flowformer.linearize.text.PIECE_SIZE", 5)
     text = "one\ntwo, three and four\n\nfive"
     (tokens,) = tokenize([text, ""], tokenizer, 128)
     assert "".join(map(chr, tokens.tolist())) == text
@@ -69,7 +70,7 @@ def test_text_needs_a_tokenizer_and_is_cut_into_pieces(monkeypatch):
 
 @pytest.mark.parametrize("token", [-1, 17])
 def test_special_tokens_that_the_model_does_not_know_are_refused(token):
-    """A tokenizer may have got another token without the embeddings of the model."""
+    """A user may add a token to the tokenizer without resizing the embeddings of the model."""
     tokenizer = SimpleNamespace(pad_token_id=token)
     assert special_token(tokenizer, LLAMA, "eos") == 1
     with pytest.raises(ValueError, match=f"the pad token is {token}, but the model knows 17"):
@@ -107,9 +108,9 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     [("$A", [], []), ("<bos> $A", [1], []), ("<bos> $A <eos>", [1], [2]), ("<bos> <bos> $A <eos>", [1, 1], [2])],
 )
 def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template, before, after):
-    """Those of encoders as they are; language models begin with them, and end with the token of the end."""
+    """Encoders get the tokens before and after; language models those before, and the end-of-text token."""
     tokenizer = tokenizer_of(template)
-    assert around(tokenizer) == (before, after)
+    assert special_tokens_around(tokenizer) == (before, after)
     (text,) = tokenize(["head"], tokenizer, 11)
     assert text.tolist() == [10, 7, 3, 6]
     rows = PaddedRows([text, text[:1]], 4 + len(before + after), 0, before, after, 0)
@@ -117,6 +118,12 @@ def test_documents_have_the_tokens_that_the_tokenizer_puts_around_them(template,
     (document,) = language_documents([text], tokenizer, LLAMA)
     assert document.tolist() == [*before, *text.tolist(), 2]
     assert torch.equal(language_documents([document], tokenizer, LLAMA)[0], document)
+
+
+def test_the_checksum_of_a_strided_tensor_is_that_of_its_copy():
+    """Batches from the caller may hold views, such as a column."""
+    column = torch.arange(6).view(3, 2)[:, 0]
+    assert checksum([column]) == checksum([column.clone()]) != checksum([column + 1])
 
 
 def test_documents_without_a_tokenizer_end_as_the_config_says():

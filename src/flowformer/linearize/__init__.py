@@ -1,7 +1,7 @@
-"""From softmax to flow: give a pretrained model of transformers linear attention, and keep what it knows.
+"""Replace the softmax attention of a pretrained transformers model by Flow-Attention and distil the original into it.
 
-`student.py` exchanges the attention, `transfer.py` trains it. What an exchanged attention learns is `FlowHeads` in
-`integrations/transformers/linearized_heads.py`, so that a saved student can be loaded without this package.
+`student.py` replaces the attention, `transfer.py` trains it. The new parameters of a layer are a `FlowHeads` of
+`integrations/transformers/linearized_heads.py`, so that a saved student can be loaded without this subpackage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LinearizeConfig: what is exchanged, and how the model learns to live with it."""
+"""LinearizeConfig: the attention that replaces softmax, and the training of the student."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from ..ops import FlowVariant
 
 @dataclass(frozen=True, kw_only=True)
 class LinearizeConfig:
-    """How a model is linearized.
+    """Options of `linearize` and `Student.transfer`.
 
     Args:
-        features, variant, powers, gain, window, keep_layers: what takes the place of softmax, see `Exchange`.
-        length: tokens of a row of text, at most what the model has positions for. Documents are packed into rows and do
-            not see each other. A model that would let them (OPT, recurrent layers) gets a row for each piece of a
-            document; where hidden states are learned, each document is a row of its own, cut to this length.
-        batch_size: rows of an update, of all processes together.
-        transfer_tokens: of stage 1, in which each attention learns the result of the softmax it replaces.
-        lora_tokens: of stage 2, in which the model learns the teacher's distribution of the next token, or without a
-            head its last hidden states.
-        minutes: ends both stages early, the first after its share of the tokens; None is no limit.
-        transfer_lr, lora_lr: learning rates, which fall to 0 by a cosine after a short warm-up.
-        lora_rank: of the low-rank update in stage 2; 0 trains nothing but what stage 1 trained.
-        lora_layers: the linear layers with an update: those of "attention", or "all" but the head.
+        features, variant, powers, gain, window, keep_layers: the attention that replaces softmax, see `Exchange`.
+        length: tokens per row of text, limited to the number of positions of the model. Documents are packed into rows
+            and do not attend to each other. A model that cannot keep packed documents apart (OPT, recurrent layers)
+            gets one padded row per piece of `length` tokens. A model trained on hidden states gets one row per
+            document, truncated to `length`.
+        batch_size: rows per update, summed over all ranks.
+        transfer_tokens: training tokens of stage 1, in which each layer learns to reproduce the result of the softmax
+            attention it replaces.
+        lora_tokens: training tokens of stage 2, in which the model learns the teacher's next-token distribution, or
+            the teacher's last hidden states if it has no head.
+        minutes: time limit of both stages together, divided between them in proportion to their tokens; None is no
+            limit.
+        transfer_lr, lora_lr: peak learning rates; a short warm-up is followed by a cosine decay to 0.
+        lora_rank: rank of the LoRA updates in stage 2; 0 trains only the parameters of stage 1.
+        lora_layers: the linear layers that get a LoRA update: those of "attention", or "all" except the head.
         optimizer: "adamw" or "radam".
-        precision: of what is computed: "bf16", "fp32", or "auto", which is bf16 on a GPU.
-        gradient_checkpointing: computes activations of stage 2 again in place of keeping them.
-        checkpoint_minutes: how often a run with a folder writes a checkpoint.
-        evaluate_tokens: of the held-out text that are scored after each stage.
-        seed: of the order of the rows.
+        precision: "bf16" (autocast), "fp32", or "auto": bf16 on a GPU, fp32 elsewhere.
+        gradient_checkpointing: recompute the activations of stage 2 in the backward pass instead of storing them.
+        checkpoint_minutes: time between checkpoints; they are written only if `transfer` gets a folder.
+        evaluate_tokens: number of tokens of the held-out text that are scored after each stage.
+        seed: seed of the order of the rows and of the initial LoRA weights.
     """
 
     features: Features = "hedgehog"
@@ -83,7 +86,7 @@ class LinearizeConfig:
 
     @classmethod
     def of(cls, assignments: Iterable[str]) -> LinearizeConfig:
-        """The config of a command line: key=value, where a value is JSON or a plain string.
+        """Parse command-line options of the form key=value, where a value is JSON or a plain string.
 
         >>> config = LinearizeConfig.of(["window=64", "keep_layers=[0, 4]", "features=projection"])
         >>> config.window, config.keep_layers, config.features
@@ -99,7 +102,7 @@ class LinearizeConfig:
                 value = json.loads(text)
             except ValueError:
                 value = text
-            options[name] = int(value) if isinstance(value, float) and value.is_integer() else value  # as 1e6
+            options[name] = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e6 is an int
         try:
             return cls(**options)
         except TypeError as error:
@@ -109,8 +112,9 @@ class LinearizeConfig:
 
     @property
     def exchange(self) -> Exchange:
+        """The fields that describe the new attention."""
         return Exchange(**{field.name: getattr(self, field.name) for field in fields(Exchange)})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """All fields as values that JSON can store."""
         return asdict(self) | self.exchange.to_dict()

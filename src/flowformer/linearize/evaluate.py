@@ -1,6 +1,6 @@
-"""What a student has kept of its teacher: perplexity, agreement and divergence; for encoders, embeddings.
+"""Comparison of student and teacher: perplexity, KL divergence and top-1 agreement; for encoders, embeddings.
 
-Shapes: B rows, N tokens, V words, W width, S sentences.
+Shapes: B rows, N tokens, T tokens of the held-out text, V vocabulary size, W width, S sentences.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..integrations.transformers.cache import FlowCacheLayer
 from .config import LinearizeConfig
-from .text import PaddedRows, around, language_documents, special_token, tokenize
+from .text import PaddedRows, language_documents, special_token, special_tokens_around, tokenize
 
 if TYPE_CHECKING:
     from .student import Student
 
 Logits = Callable[[dict[str, Tensor]], Tensor]
-MOST_SENTENCES = 2000  # that are compared in pairs
+MAX_SENTENCES = 2000  # all pairs are compared, which costs S²
 
 
 class TeacherAndStudent(Protocol):
-    """Two ways to get logits (B, N, V), or hidden states (B, N, W), of a batch."""
+    """Forward passes that return logits (B, N, V), or hidden states (B, N, W), of a batch."""
 
-    def taught(self, batch: dict[str, Tensor]) -> Tensor: ...
+    def teacher_output(self, batch: dict[str, Tensor]) -> Tensor: ...
 
-    def learned(self, batch: dict[str, Tensor]) -> Tensor: ...
+    def student_output(self, batch: dict[str, Tensor]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Text that is not learned from.
+    """Held-out text.
 
     Args:
-        tokens: (T,) all documents one after another, for language models.
-        words: how many there are in that text, 0 where it is not known.
-        sentences: for models without a head.
-        length: of the windows that are scored; all but the first begin with length // 2 tokens of context.
+        tokens: (T,), all documents concatenated, for language models; else None.
+        words: number of words in `tokens`; 0 if unknown.
+        sentences: one row per document, for all other models; else None.
+        length: tokens per scored window. All windows but the first begin with length // 2 tokens of context.
+        batch_size: windows or sentences per forward pass.
     """
 
     tokens: Tensor | None
@@ -54,6 +55,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, student: Student, texts: Iterable[str | Tensor], config: LinearizeConfig) -> HeldOut:
+        """Tokenise the texts for this student, limited to config.evaluate_tokens."""
         check_reads_text(student, "evaluate")
         texts = list(texts)
         tokenizer, model_config = student.tokenizer, student.model.config
@@ -62,19 +64,22 @@ class HeldOut:
             raise ValueError("there is no text to evaluate on: no document has a token.")
         if not student.is_language_model:
             pad = special_token(tokenizer, model_config, "pad") or 0
-            read = torch.tensor([min(len(document), config.length) for document in documents]).cumsum(0)
-            count = min(max(int((read <= config.evaluate_tokens).sum()), 1), MOST_SENTENCES)
-            sentences = PaddedRows(documents[:count], config.length, pad, *around(tokenizer), config.seed)
+            total = torch.tensor([min(len(document), config.length) for document in documents]).cumsum(0)
+            count = min(max(int((total <= config.evaluate_tokens).sum()), 1), MAX_SENTENCES)
+            sentences = PaddedRows(
+                documents[:count], config.length, pad, *special_tokens_around(tokenizer), config.seed
+            )
             return cls(None, 0, sentences, config.length, config.batch_size)
         stream = torch.cat(language_documents(documents, tokenizer, model_config))
-        words = sum(len(text.split()) for text in texts if isinstance(text, str))
-        kept = stream[: config.evaluate_tokens]
-        if len(kept) < 2:
-            raise ValueError(f"the text to evaluate on has {len(kept)} tokens; at least 2 are needed.")
-        return cls(kept, round(words * len(kept) / len(stream)), None, config.length, config.batch_size)
+        strings = [text for text in texts if isinstance(text, str)]
+        words = sum(len(text.split()) for text in strings) if len(strings) == len(texts) else 0
+        tokens = stream[: config.evaluate_tokens]
+        if len(tokens) < 2:
+            raise ValueError(f"the text to evaluate on has {len(tokens)} tokens; at least 2 are needed.")
+        return cls(tokens, round(words * len(tokens) / len(stream)), None, config.length, config.batch_size)
 
     def windows(self) -> Iterator[tuple[Tensor, int]]:
-        """Windows (B, N) of the tokens, and from which of their tokens on they are scored."""
+        """Yield windows (B, N) of the tokens, each with the index of its first scored token."""
         assert self.tokens is not None
         stride = max(self.length // 2, 1)
         first = self.tokens[: self.length]
@@ -90,7 +95,7 @@ class HeldOut:
 
 
 def check_reads_text(student: Student, argument: str) -> None:
-    """Raise on documents that are passed as an argument of `transfer` to a model of other inputs."""
+    """Refuse documents for a model without text input; `argument` names the argument of `transfer` they came from."""
     if not student.takes("input_ids"):
         raise TypeError(
             f"{type(student.model).__name__} reads no text, got documents as {argument}. Learn from batches of its "
@@ -100,22 +105,25 @@ def check_reads_text(student: Student, argument: str) -> None:
 
 @torch.no_grad()
 def compare(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str, float]:
-    """The scores of teacher and student on the same text."""
-    return _compare_words(pair, held_out) if held_out.sentences is None else _compare_embeddings(pair, held_out)
+    """Return the scores of teacher and student on the held-out text."""
+    return _compare_predictions(pair, held_out) if held_out.sentences is None else _compare_embeddings(pair, held_out)
 
 
-def _compare_words(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str, float]:
+def _compare_predictions(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str, float]:
+    """Perplexity, KL(teacher ‖ student) and top-1 agreement over the next-token predictions."""
     totals = dict.fromkeys(("teacher", "student", "kl", "agreement"), 0.0)
     count = 0
     for tokens, start in held_out.windows():
         batch = {"input_ids": tokens}
-        taught, learned = (f(batch)[:, start - 1 : -1].float().log_softmax(-1) for f in (pair.taught, pair.learned))
-        words = tokens[:, start:].to(taught.device)
-        totals["teacher"] -= taught.gather(-1, words[..., None]).sum().item()
-        totals["student"] -= learned.gather(-1, words[..., None]).sum().item()
-        totals["kl"] += F.kl_div(learned, taught, reduction="sum", log_target=True).item()
-        totals["agreement"] += (taught.argmax(-1) == learned.argmax(-1)).sum().item()
-        count += words.numel()
+        teacher, student = (
+            run(batch)[:, start - 1 : -1].float().log_softmax(-1) for run in (pair.teacher_output, pair.student_output)
+        )
+        targets = tokens[:, start:].to(teacher.device)
+        totals["teacher"] -= teacher.gather(-1, targets[..., None]).sum().item()
+        totals["student"] -= student.gather(-1, targets[..., None]).sum().item()
+        totals["kl"] += F.kl_div(student, teacher, reduction="sum", log_target=True).item()
+        totals["agreement"] += (teacher.argmax(-1) == student.argmax(-1)).sum().item()
+        count += targets.numel()
     scores = {
         "teacher perplexity": math.exp(min(totals["teacher"] / count, 700.0)),
         "perplexity": math.exp(min(totals["student"] / count, 700.0)),
@@ -129,29 +137,30 @@ def _compare_words(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str, floa
 
 
 def _compare_embeddings(pair: TeacherAndStudent, held_out: HeldOut) -> dict[str, float]:
+    """Mean cosine of the sentence embeddings, and rank correlation of their pairwise similarities."""
     sentences, size = held_out.sentences, held_out.batch_size
     assert sentences is not None
     embeddings: tuple[list[Tensor], list[Tensor]] = [], []
     for rows in sentences.lengths.argsort().split(size):
         batch = sentences.padded(rows)
-        for found, run in zip(embeddings, (pair.taught, pair.learned), strict=True):
-            result = run(batch).float()  # that of a head may have no tokens: a row for each sentence
-            found.append(result if result.dim() == 2 else mean_of_tokens(result, batch["attention_mask"]))
-    taught, learned = (torch.cat(found) for found in embeddings)
+        for chunks, run in zip(embeddings, (pair.teacher_output, pair.student_output), strict=True):
+            result = run(batch).float()  # (B, N, W), or (B, W) if the head pools the tokens
+            chunks.append(result if result.dim() == 2 else mean_of_tokens(result, batch["attention_mask"]))
+    teacher, student = (torch.cat(chunks) for chunks in embeddings)
     return {
-        "cosine": F.cosine_similarity(taught, learned).mean().item(),
-        "rank correlation": rank_correlation(*(similarities(x) for x in (taught, learned))),
+        "cosine": F.cosine_similarity(teacher, student).mean().item(),
+        "rank correlation": rank_correlation(*(similarities(x) for x in (teacher, student))),
     }
 
 
 def mean_of_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The embedding of each sentence, (B, W): the mean of its tokens."""
+    """Return the mean of the hidden states over the tokens of each sentence, (B, W)."""
     mask = mask.to(hidden.device, hidden.dtype)[..., None]
     return (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
 
 
 def similarities(embeddings: Tensor) -> Tensor:
-    """The cosine of every pair of sentences, (S·(S − 1)/2,)."""
+    """Return the cosine similarity of every pair of sentences, (S·(S − 1)/2,)."""
     unit = F.normalize(embeddings, dim=-1)
     cosines = unit @ unit.mT
     rows, columns = torch.triu_indices(len(unit), len(unit), 1, device=unit.device)
@@ -159,7 +168,7 @@ def similarities(embeddings: Tensor) -> Tensor:
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:
-    """Spearman's correlation, ties broken by order.
+    """Return Spearman's rank correlation; ties get arbitrary distinct ranks.
 
     >>> rank_correlation(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([2.0, 9.0, 4.0]))
     1.0
@@ -170,29 +179,31 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def cloze_accuracy(logits: Logits, texts: Iterable[str], tokenizer: Any) -> float:
-    """How often the model guesses all tokens of the last word of a text from what is before it."""
-    right, first = [], around(tokenizer)[0]
+    """Return the fraction of texts whose last word is predicted exactly, token by token, from the words before it."""
+    correct, prefix = [], special_tokens_around(tokenizer)[0]
     for text in texts:
         before, _, word = text.rstrip().rpartition(" ")
         context, last = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, " " + word))
         if not context or not word:
             continue
-        tokens = torch.tensor([[*first, *context, *last]])
+        tokens = torch.tensor([[*prefix, *context, *last]])
         guess = logits({"input_ids": tokens})[0, -len(last) - 1 : -1].argmax(-1)
-        right.append(guess.tolist() == last)
-    if not right:
+        correct.append(guess.tolist() == last)
+    if not correct:
         raise ValueError("no text has a word with another before it.")
-    return sum(right) / len(right)
+    return sum(correct) / len(correct)
 
 
 @torch.no_grad()
 def generation_speed(model: Any, positions: Iterable[int], batch_size: int = 1, tokens: int = 20) -> list[dict]:
-    """Tokens per second of greedy generation at each position of a text, and the bytes of the cache there.
+    """Measure greedy generation and cache size at each position of a random text.
 
     Args:
-        model: a decoder of transformers, with softmax or with Flow-Attention.
-        positions: in rising order; the text up to there is read in parts of 1024 tokens.
-        tokens: how many are generated at each position.
+        model: a transformers decoder, with softmax or with Flow-Attention.
+        positions: in increasing order. The text up to each position is prefilled in parts of 1024 tokens.
+        tokens: tokens generated and timed at each position.
+
+    Returns: a dict per position: position, tokens_per_second (summed over the batch) and cache_bytes.
     """
     from transformers import DynamicCache
 
@@ -205,12 +216,12 @@ def generation_speed(model: Any, positions: Iterable[int], batch_size: int = 1, 
             model(part.to(device), past_key_values=cache, logits_to_keep=1)
             length += part.shape[1]
         token = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-        for index in range(tokens + 2):  # the first two are not timed
+        for index in range(tokens + 2):  # the first two warm up
             if index == 2:
-                _wait(device)
+                _synchronize(device)
                 began = time.perf_counter()
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-        _wait(device)
+        _synchronize(device)
         speed = batch_size * tokens / (time.perf_counter() - began)
         length += tokens + 2
         rows.append({"position": position, "tokens_per_second": speed, "cache_bytes": cache_bytes(cache)})
@@ -218,7 +229,7 @@ def generation_speed(model: Any, positions: Iterable[int], batch_size: int = 1, 
 
 
 def cache_bytes(cache: Any) -> int:
-    """What the tensors of a cache hold."""
+    """Return the bytes held by the tensors of a cache."""
     tensors = []
     for layer in cache.layers:
         tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
@@ -229,6 +240,6 @@ def cache_bytes(cache: Any) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

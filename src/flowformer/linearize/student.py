@@ -1,4 +1,4 @@
-"""`linearize`, and the student that it makes of a model."""
+"""`linearize`, and the `Student` it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..integrations.transformers.cache import NAME
-from ..integrations.transformers.linearized_heads import KEPT, FlowHeads
+from ..integrations.transformers.linearized_heads import KEPT_SOFTMAX, FlowHeads
 from ..integrations.transformers.served import attach_heads, attention_layers, is_flow, parts_of, prepare
 from .config import LinearizeConfig
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def linearize(model: PreTrainedModel, tokenizer: Any = None, config: LinearizeConfig | None = None) -> Student:
-    """Exchange the softmax attention of a model of transformers for Flow-Attention, in place.
+    """Replace the softmax attention of a transformers model by Flow-Attention, in place.
 
-    All weights are kept and nothing is trained: the model has to learn what its attention does now, see
-    `Student.transfer`. Any model is served whose attention transformers looks up by name; others are refused.
+    All weights are kept and nothing is trained yet; train the student with `Student.transfer`. Models that look up
+    their attention function by name (`attn_implementation`) are served; others are refused.
 
     Args:
-        model: a decoder or an encoder, with its softmax attention.
-        tokenizer: of the model; None looks for one where the model was loaded from, when text is to be read.
-        config: what takes the place of softmax; None is the default.
+        model: a decoder or an encoder with softmax attention.
+        tokenizer: tokenizer of the model. None loads one from `model.name_or_path` when text is passed to `transfer`.
+        config: the new attention; None is `LinearizeConfig()`.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -58,7 +58,7 @@ def linearize(model: PreTrainedModel, tokenizer: Any = None, config: LinearizeCo
 
 
 def _check_weights(model: PreTrainedModel) -> None:
-    """Refuse packed weights; forget that plain ones were packed in their file, as those of GGUF are."""
+    """Refuse quantised weights. If the weights were dequantised on loading (GGUF), drop the quantization config."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return
@@ -71,11 +71,14 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 class Student:
-    """A model with Flow-Attention that can learn from what it was before. What it lacks it takes from its model.
+    """A model with Flow-Attention that can be distilled from its softmax original.
+
+    Attributes that a Student lacks are looked up on `model`.
 
     Args:
-        model: with the exchanged attention.
-        softmax: the attn_implementation of its teacher.
+        model: the model with Flow-Attention.
+        tokenizer: tokenizer of the model, or None.
+        softmax: attn_implementation of the teacher.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, softmax: str) -> None:
@@ -83,6 +86,7 @@ class Student:
         self._tokenizer = tokenizer
         self.config_of_exchange = LinearizeConfig()
         self.trained = False
+        self.merged = False  # whether LoRA updates were merged into the weights, which are then not the teacher's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in vars(self):
@@ -103,32 +107,33 @@ class Student:
 
     @property
     def heads(self) -> list[FlowHeads]:
-        """What is learned of the attention of each layer that does not stay softmax."""
-        return [layer.flow for layer in self.layers if layer.flow != KEPT]  # type: ignore[misc]
+        """The new parameters of each attention layer, without the layers in `keep_layers`."""
+        return [layer.flow for layer in self.layers if layer.flow != KEPT_SOFTMAX]  # type: ignore[misc]
 
     @property
     def is_decoder(self) -> bool:
-        """Whether its tokens see only those before them."""
+        """Whether any attention layer is causal."""
         return any(getattr(layer, "is_causal", False) is True for layer in self.layers)
 
     @property
     def is_language_model(self) -> bool:
-        """Whether it predicts the next token; of any other model, hidden states are what is learned."""
+        """Whether the model predicts the next token. Other models are trained to match the teacher's outputs."""
         return self.is_decoder and self.model.get_output_embeddings() is not None
 
     @property
     def longest(self) -> int:
-        """How many tokens the model has positions for."""
+        """Largest number of tokens the model has positions for; sys.maxsize if unlimited."""
         config = self.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         if not isinstance(positions, int) or positions < 1:
             return sys.maxsize
-        padding = getattr(self.model, "_flow_padding", None)  # RoBERTa and its like count from the one after it
+        # RoBERTa and similar models number their first token padding_idx + 1
+        padding = getattr(self.model, "_flow_padding", None)
         return positions if padding is None else positions - padding - 1
 
     @property
     def tokenizer(self) -> Any:
-        """That of the model, or None where there is none."""
+        """The tokenizer passed to `linearize`, or else the one found at `model.name_or_path`; None if there is none."""
         if self._tokenizer is None and self.model.name_or_path:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.model.name_or_path)
@@ -137,7 +142,7 @@ class Student:
         return self._tokenizer
 
     def exchange(self, config: LinearizeConfig) -> None:
-        """Give every attention layer new heads, as the config says; refused once they have learned."""
+        """Give every attention layer fresh `FlowHeads`. After training, a different exchange is refused."""
         if self.trained and config.exchange != self.config_of_exchange.exchange:
             raise ValueError(
                 f"this student has learned with {self.config_of_exchange.exchange} and cannot go on with "
@@ -162,7 +167,7 @@ class Student:
             raise ValueError(f"keep_layers={config.keep_layers} keeps every attention layer: nothing is exchanged.")
 
     def withdraw(self) -> None:
-        """Take the heads from every layer."""
+        """Remove the `FlowHeads` from every layer, and the exchange from the configs."""
         for part in parts_of(self.model):
             vars(part.config).pop("flow_attention", None)
         for layer in self.layers:
@@ -170,7 +175,7 @@ class Student:
                 del layer.flow
 
     def takes(self, argument: str) -> bool:
-        """Whether the model has such an argument."""
+        """Whether the model's forward has this argument."""
         return argument in inspect.signature(self.model.forward).parameters
 
     def transfer(
@@ -183,28 +188,32 @@ class Student:
         resume: bool = False,
         report: Report | None = None,
     ) -> TransferReport:
-        """Learn from the softmax model that this was: first each attention by itself, then all together.
+        """Distil the softmax model into this student: first each attention layer alone, then the whole model.
 
-        Stage 1 runs the teacher once; each attention layer gets the teacher's queries, keys and values and learns its
-        result. Stage 2 runs teacher and student on the same rows, the teacher being the same weights with softmax and
-        without the low-rank update; the student learns its distribution of the next token (encoders without a head:
-        its last hidden states). Afterwards the update is merged into the weights: there is no teacher any more.
+        Stage 1 runs the teacher only. Each attention layer computes Flow-Attention from the teacher's queries, keys and
+        values and learns to reproduce the softmax result. Stage 2 runs teacher and student on the same rows; the
+        student learns the teacher's next-token distribution, or its last hidden states if the model has no head. The
+        teacher is the same weights with softmax and without the LoRA updates. At the end the updates are merged into
+        the weights, after which the teacher no longer exists.
 
         Args:
-            texts: documents: strings, or 1-d tensors of tokens. Or batches: dictionaries of inputs of the model, such
-                as {"pixel_values": …}.
-            config: None is that of `linearize`.
-            evaluate: documents that are not learned from, on which teacher and student are compared after each stage.
-            folder: for checkpoints, the log, curves for tensorboard and a page of results; None keeps nothing.
-            resume: goes on from the checkpoint of the folder, if there is one.
-            report: is called with a record of each event.
+            texts: documents (strings, or 1-d tensors of token ids), or batches (dictionaries of model inputs, such as
+                {"pixel_values": …}).
+            config: None is the config passed to `linearize`.
+            evaluate: held-out documents on which teacher and student are compared after each stage.
+            folder: where to write checkpoints, the log, tensorboard curves and the results page; None writes nothing.
+            resume: continue from the checkpoint in the folder, if there is one.
+            report: called with a dict for each update and each finished stage.
         """
         from .transfer import transfer
 
         return transfer(self, texts, config or self.config_of_exchange, evaluate, folder, resume, report)
 
     def save_pretrained(self, path: str | Path, **options: Any) -> None:
-        """Save the model, which `from_pretrained` loads wherever flowformer.integrations.transformers is imported."""
+        """Save model and tokenizer.
+
+        Import flowformer.integrations.transformers before loading them with `from_pretrained`.
+        """
         self.model.save_pretrained(path, **options)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""The two stages in which a student learns from its teacher, interrupted and resumed as needed."""
+"""Attention transfer and LoRA: the two stages of `Student.transfer`, with checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .text import (
     GivenBatches,
     PackedRows,
     PaddedRows,
-    around,
     checksum,
     language_documents,
     special_token,
+    special_tokens_around,
     tokenize,
 )
 
@@ -43,20 +43,20 @@ if TYPE_CHECKING:
 
 Report = Callable[[dict[str, Any]], None]
 CHECKPOINT, PAGE = "transfer.pt", "results.md"
-WARMUP = 0.02  # of a stage
-CLIP = 1.0  # the largest norm of a gradient in stage 2
+WARMUP = 0.02  # fraction of a stage
+MAX_GRADIENT_NORM = 1.0  # gradient clipping in stage 2
 
 
 @dataclass
 class Stage:
-    """What a stage took and gave; the first, "exchanged", trains nothing."""
+    """Cost and results of a stage. The first one, "exchanged", is the student before training."""
 
     name: str
     steps: int = 0
     tokens: int = 0
     minutes: float = 0.0
-    loss: float | None = None  # of the last updates
-    errors: list[float] = field(default_factory=list)  # of each attention, squared, relative to the variance
+    loss: float | None = None  # mean loss over the last 20 updates
+    errors: list[float] = field(default_factory=list)  # per layer: squared error / variance of the softmax result
     scores: dict[str, float] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ class TransferReport:
 
 @dataclass
 class Progress:
-    """Where a transfer stands; part of every checkpoint."""
+    """Current stage and position in it, and the finished stages; saved in every checkpoint."""
 
     stage: str = "transfer"
     step: int = 0
@@ -92,6 +92,11 @@ def transfer(
     report: Report | None,
 ) -> TransferReport:
     """See `Student.transfer`."""
+    if student.merged:
+        raise ValueError(
+            "the LoRA updates of this student are merged into its weights, so that its teacher no longer exists. "
+            "Linearize the original model again."
+        )
     config = replace(config, length=min(config.length, student.longest))
     student.exchange(config)
     if not _learned_parameters(student.model, with_lora=False):
@@ -103,7 +108,7 @@ def transfer(
 
 
 def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig) -> Batches:
-    """Documents as the model takes them, or batches as they are."""
+    """Return documents as packed or padded rows, whichever the model can take, or given batches unchanged."""
     if isinstance(texts, str | Tensor | Mapping):
         raise TypeError(f"texts must be a list of documents, got one {type(texts).__name__}. Pass [text].")
     texts = list(texts)
@@ -114,10 +119,10 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
     if not documents:
         raise ValueError("there is no text to learn from: no document has a token.")
     tokenizer, model_config = student.tokenizer, student.model.config
-    before, after = ([], []) if student.is_language_model else around(tokenizer)
+    before, after = ([], []) if student.is_language_model else special_tokens_around(tokenizer)
     if student.is_language_model:
         documents = language_documents(documents, tokenizer, model_config)
-        if Pair(student, config).keeps_apart():
+        if Pair(student, config).isolates_packed_documents():
             return PackedRows(documents, config.length, config.seed)
         documents = [piece for document in documents for piece in document.split(config.length)]
     pad = special_token(tokenizer, model_config, "pad") or 0
@@ -125,7 +130,7 @@ def make_batches(student: Student, texts: Iterable[Any], config: LinearizeConfig
 
 
 class _Run:
-    """A transfer: its stages, checkpoints and log."""
+    """One call of `Student.transfer`: the training loop, checkpoints and the log."""
 
     def __init__(
         self,
@@ -148,14 +153,14 @@ class _Run:
         self.pair = Pair(student, config)
 
     def __call__(self, resume: bool) -> TransferReport:
-        saved = self._open(resume)
+        saved = self._open_folder(resume)
         model = self.student.model.eval()
         trainable = [parameter.requires_grad for parameter in model.parameters()]
         weights = list(model.parameters())
         try:
-            with stop_requests() as self.stopping:
+            with stop_requests() as self.stop_requested:
                 if not self.progress.stages:
-                    self._finish(Stage("exchanged", errors=self._errors(0)))
+                    self._finish_stage(Stage("exchanged", errors=self._errors(0)))
                 if self.progress.stage == "transfer":
                     self._train(self.config.transfer_lr, saved)
                     saved = None
@@ -163,9 +168,13 @@ class _Run:
                     self.pair.add_lora(self.config.lora_rank, self.config.lora_layers, self.config.seed)
                 if self.progress.stage == "lora":
                     self._train(self.config.lora_lr, saved)
-                elif saved is not None:  # of a transfer that had come to its end
+                elif saved is not None:  # the checkpoint of a finished transfer
                     self._load(saved)
             self.pair.merge()
+        except BaseException:
+            # saved with its LoRA layers, the model would have weights that from_pretrained does not know
+            self.pair.discard_lora()
+            raise
         finally:
             if self.log is not None:
                 self.log.close()
@@ -174,15 +183,15 @@ class _Run:
         self.student.model.eval()
         return TransferReport([Stage(**stage) for stage in self.progress.stages])
 
-    def _open(self, resume: bool) -> dict[str, Any] | None:
-        """Prepare the folder; the checkpoint to go on from, if there is one."""
+    def _open_folder(self, resume: bool) -> dict[str, Any] | None:
+        """Check and create the folder; return the checkpoint to resume from, if there is one."""
         self.log = None
         if self.folder is None:
             if resume:
                 raise ValueError("there is nothing to resume without a folder. Pass the folder of the transfer.")
             return None
         path, saved = self.folder / CHECKPOINT, None
-        # of the beginning of each weight: reading all of a large model takes long
+        # the first 64 numbers of each weight: reading all of a large model takes long
         weights = (parameter.detach().flatten()[:64] for parameter in self.student.model.parameters())
         self.checksums = {"model": checksum(weights), "text": checksum(self.batches.tensors())}
         if (self.folder / LOG).exists() and not resume:
@@ -190,16 +199,21 @@ class _Run:
         if not (self.folder / LOG).exists() and self.folder.is_dir() and any(self.folder.iterdir()):
             raise FileExistsError(f"{self.folder} has files that are no transfer's. Choose another folder.")
         if path.exists():
-            saved = _read(path)
-            mine = self.config.to_dict() | {"minutes": None}
-            if saved["config"] | {"minutes": None} != mine:
-                differ = [name for name in mine if name != "minutes" and saved["config"].get(name) != mine[name]]
+            saved = _read_checkpoint(path)
+            current = self.config.to_dict() | {"minutes": None}
+            if saved["config"] | {"minutes": None} != current:
+                differ = [name for name in current if name != "minutes" and saved["config"].get(name) != current[name]]
                 raise ValueError(f"{path} was written with another {', '.join(differ)}. Resume with the same config.")
             for name, written in saved.get("checksums", {}).items():
                 if written != self.checksums[name]:
+                    if name == "model" and self.student.trained:
+                        raise ValueError(
+                            f"{path} was written with another model. This student has been trained since: linearize "
+                            "the original model again, then resume."
+                        )
                     raise ValueError(f"{path} was written with another {name}. Resume with the same.")
             self.progress = Progress(**saved["progress"])
-        self.accelerator.wait_for_everyone()  # nobody writes before all have looked
+        self.accelerator.wait_for_everyone()  # rank 0 must not write before all ranks have checked the folder
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / "config.json", json.dumps(self.config.to_dict(), indent=2) + "\n")
@@ -208,7 +222,11 @@ class _Run:
         return saved
 
     def _train(self, lr: float, saved: dict[str, Any] | None) -> None:
-        """Run the stage at hand to its end."""
+        """Train the current stage to its end.
+
+        Args:
+            saved: checkpoint to continue from.
+        """
         progress, name = self.progress, self.progress.stage
         learned = _learned_parameters(self.student.model, with_lora=name == "lora")
         for parameter in self.student.model.parameters():
@@ -223,10 +241,10 @@ class _Run:
             if saved["optimizer"] is not None:
                 optimizer.load_state_dict(saved["optimizer"])
         self.student.trained = True
-        recent: deque[float] = deque(maxlen=20)
+        recent_losses: deque[float] = deque(maxlen=20)
         last_checkpoint = time.monotonic()
         with self._checkpointing(name == "lora"):
-            while (done := self._done()) < 1:
+            while (done := self._fraction_done()) < 1:
                 began = time.monotonic()
                 for group in optimizer.param_groups:
                     group["lr"] = lr * min(1.0, (done + 1e-3) / WARMUP) * (1 + math.cos(math.pi * done)) / 2
@@ -239,30 +257,31 @@ class _Run:
                         + ("." if self.config.precision == "fp32" else ', or precision="fp32".')
                     )
                 optimizer.step()
-                recent.append(loss)
+                recent_losses.append(loss)
                 progress.step += 1
                 progress.tokens += tokens
                 progress.seconds += time.monotonic() - began
                 self._record(loss, tokens / (time.monotonic() - began))
-                if self.stopping():
+                if self._stop_agreed():
                     self._save(learned, optimizer)
                     raise Interrupted(f"stopped at update {progress.step} of stage {name!r}.")
                 if time.monotonic() - last_checkpoint > 60 * self.config.checkpoint_minutes:
                     self._save(learned, optimizer)
                     last_checkpoint = time.monotonic()
         if progress.step:
-            errors, mean = self._errors(progress.step), sum(recent) / len(recent) if recent else None
+            errors = self._errors(progress.step)
+            mean = sum(recent_losses) / len(recent_losses) if recent_losses else None
             stage = Stage(name, progress.step, progress.tokens, progress.seconds / 60, mean, errors)
-        else:  # nothing has changed
+        else:  # no update was made: errors and scores are the previous stage's
             before = progress.stages[-1]
             stage = Stage(name, errors=before["errors"], scores=before["scores"])
-        self._finish(stage)
+        self._finish_stage(stage)
         self.progress.stage, self.progress.step = ("lora", 0) if name == "transfer" else ("done", 0)
         self.progress.tokens, self.progress.seconds = 0, 0.0
         self._save(learned, None)
 
     def _update(self, stage: str, parameters: list[nn.Parameter]) -> tuple[float, int]:
-        """The gradients of one update, the same on all ranks; its loss, and its tokens."""
+        """Compute the gradients of one update, averaged over ranks; return its loss and its number of tokens."""
         batch = self._batch(self.progress.step)
         if stage == "transfer":
             loss = torch.stack(self.pair.errors(batch, learns=True)).mean()
@@ -275,17 +294,18 @@ class _Run:
                     parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
             loss = self.accelerator.reduce(loss.detach(), "mean")
         if stage == "lora":
-            nn.utils.clip_grad_norm_(parameters, CLIP)
+            nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
         tokens = batch.get("attention_mask", batch.get("input_ids", next(iter(batch.values()))))
         count = int(tokens.sum()) if "attention_mask" in batch else tokens.shape[0] * (tokens.shape[1:2] or (1,))[0]
         return loss.item(), count * self.accelerator.num_processes
 
     def _batch(self, step: int) -> dict[str, Tensor]:
+        """Return this rank's rows of update `step`."""
         ranks = self.accelerator.num_processes
         return self.batches.batch(step, self.config.batch_size, self.accelerator.process_index, ranks)
 
-    def _done(self) -> float:
-        """How much of the stage is over, in tokens or in time; the same on all ranks."""
+    def _fraction_done(self) -> float:
+        """Return the completed fraction of the stage, by tokens or by time; the same on all ranks."""
         config, progress = self.config, self.progress
         budgets = {"transfer": config.transfer_tokens, "lora": config.lora_tokens}
         if not budgets[progress.stage]:
@@ -298,14 +318,30 @@ class _Run:
             done = self.accelerator.reduce(torch.tensor(done, device=self.accelerator.device), "mean").item()
         return done
 
+    def _stop_agreed(self) -> bool:
+        """Whether any rank got a signal to stop.
+
+        Signals reach the ranks at different times. All must stop after the same update, or a rank would wait for the
+        others in the reductions of the next one.
+        """
+        stop = self.stop_requested()
+        if self.accelerator.num_processes > 1:
+            flag = torch.tensor(float(stop), device=self.accelerator.device)
+            stop = bool(self.accelerator.reduce(flag, "sum").item())
+        return stop
+
     @contextmanager
     def _checkpointing(self, wanted: bool) -> Iterator[None]:
-        """Keep no activations inside the layers, if the config says so; without dropout, which trains another model."""
+        """Enable gradient checkpointing inside the context, if `wanted` and if the config asks for it.
+
+        transformers checkpoints only layers in training mode. All other modules stay in eval mode: with dropout the
+        student would differ from the model that is evaluated.
+        """
         if not wanted or not self.config.gradient_checkpointing:
             yield
             return
         model = self.student.model
-        # transformers 5.23 renamed these methods, and warns where the old names are called
+        # transformers 5.23 renamed these methods and warns when the old names are called
         kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
         getattr(model, f"{kind}_checkpointing_enable")({"use_reentrant": False})
         for module in model.modules():
@@ -317,10 +353,11 @@ class _Run:
             model.eval()
 
     def _errors(self, step: int) -> list[float]:
-        """The error of each attention on rows that come next."""
+        """Return the error of each exchanged layer on the rows of update `step`."""
         return [error.item() for error in self.pair.errors(self._batch(step), learns=False)]
 
-    def _finish(self, stage: Stage) -> None:
+    def _finish_stage(self, stage: Stage) -> None:
+        """Evaluate on the held-out text, and write the stage to the log and the results page."""
         if self.held_out is not None and not stage.scores:
             stage.scores = compare(self.pair, self.held_out)
         record = {"kind": "stage", "split": "valid", "stage": stage.name, "step": self._updates()}
@@ -333,18 +370,19 @@ class _Run:
             write_atomically(self.folder / PAGE, page(report))
 
     def _record(self, loss: float, speed: float) -> None:
+        """Report and log an update; speed is in tokens per second."""
         record = {"kind": "train", "stage": self.progress.stage, "step": self._updates(), "loss": loss}
-        record |= {"tokens_per_second": speed, "done": self._done()}
+        record |= {"tokens_per_second": speed, "done": self._fraction_done()}
         self.report(record)
         if self.log is not None:
             self.log.write(record)
 
     def _updates(self) -> int:
-        """Updates of all stages: the axis of the log."""
+        """Return the number of updates over all stages, the x axis of the log."""
         return sum(stage["steps"] for stage in self.progress.stages) + self.progress.step
 
     def _save(self, learned: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> None:
-        """Write a checkpoint; all that a transfer changes is what it learns."""
+        """Write a checkpoint. Only trained parameters are saved: all other weights are those of the given model."""
         if self.folder is None or not self.accelerator.is_main_process:
             return
         content = {
@@ -358,15 +396,18 @@ class _Run:
             torch.save(content, file)
 
     def _load(self, saved: dict[str, Any]) -> None:
-        """Restore what was learned; stage 2 may begin with what stage 1 has saved."""
+        """Load the trained parameters of a checkpoint.
+
+        A checkpoint from the end of stage 1 has no LoRA weights; stage 2 then starts from fresh ones.
+        """
         with torch.no_grad():
             for name, parameter in self.student.model.named_parameters():
                 if name in saved["learned"]:
                     parameter.copy_(saved["learned"][name])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A checkpoint; torch says of a damaged one neither that it is nor which."""
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint. torch's errors about a damaged file name neither the file nor the damage."""
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -375,7 +416,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Parameter]:
-    """What a stage trains, by name: the heads of each attention, and in stage 2 the low-rank updates."""
+    """Return the trainable parameters by name: the `FlowHeads` and, in stage 2, the LoRA weights."""
     heads = {id(p) for module in model.modules() if isinstance(module, FlowHeads) for p in module.parameters()}
     return {
         name: parameter
@@ -385,7 +426,7 @@ def _learned_parameters(model: nn.Module, with_lora: bool) -> dict[str, nn.Param
 
 
 def page(report: TransferReport) -> str:
-    """The stages as a table in Markdown, one column each."""
+    """Return a Markdown table with one column per stage."""
     names = list(dict.fromkeys(name for stage in report.stages for name in stage.scores))
     rows = {
         "stage": [stage.name for stage in report.stages],
@@ -394,6 +435,8 @@ def page(report: TransferReport) -> str:
         "loss": ["" if stage.loss is None else f"{stage.loss:.4f}" for stage in report.stages],
         "error of attention": [f"{sum(stage.errors) / len(stage.errors):.3f}" for stage in report.stages],
     }
-    rows |= {name: [f"{stage.scores[name]:.4f}" for stage in report.stages] for name in names}
+    # a resumed transfer may have been evaluated in some stages only
+    for name in names:
+        rows[name] = [f"{stage.scores[name]:.4f}" if name in stage.scores else "" for stage in report.stages]
     lines = [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
     return "\n".join([lines[0], "| --- " * (1 + len(report.stages)) + "|", *lines[1:]]) + "\n"

@@ -1,7 +1,7 @@
-"""Flow-Attention in Hugging Face transformers: a language model of its own, and an attention for models that exist.
+"""Flow-Attention in Hugging Face transformers: the Flowformer models, and an attention function for other models.
 
-Importing this package registers both: `AutoModelForCausalLM` and its like know the model type "flowformer", and every
-model that looks its attention up takes `attn_implementation="flow_attention"`.
+Importing this package registers both: the Auto classes load the model type "flowformer", and models that look up their
+attention function by name accept `attn_implementation="flow_attention"`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ for task, model in {
     "FOR_TOKEN_CLASSIFICATION_": FlowformerForTokenClassification,
 }.items():
     getattr(modeling_auto, f"MODEL_{task}MAPPING").register(FlowformerConfig, model, exist_ok=True)
-    # Trainer, model cards and servers look a model up by its name
+    # Trainer, model cards and serving tools look up models by class name
     getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES")[FlowformerConfig.model_type] = model.__name__
 AttentionInterface.register(NAME, flow_attention_forward)
-# without a mask function of the same name the library drops the padding mask
+# without a mask function of the same name transformers drops the padding mask
 AttentionMaskInterface.register(NAME, flow_attention_mask)
-STATIC_LAYER_TYPE_MAPPING[NAME] = FlowCacheLayer  # the state has a constant size in any cache
+STATIC_LAYER_TYPE_MAPPING[NAME] = FlowCacheLayer  # a StaticCache, too, holds FlowStates

@@ -1,6 +1,7 @@
-"""Flow-Attention for models that exist: an attention function and a mask function of transformers.
+"""The attention function and the mask function behind `attn_implementation="flow_attention"`.
 
-Shapes: B batch, H heads, N tokens, D features, R sequences packed into a batch.
+Shapes: B batch, H query heads, H_kv key/value heads, N tokens, D query and key features, E value features, R sequences
+packed into a batch.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ...ops import flow_attention, flow_attention_recurrent, flow_attention_varl
 from ...ops.common import is_exporting
 from .cache import NAME, FlowCacheLayer
 from .context import group_of
-from .linearized_heads import KEPT, FlowHeads
+from .linearized_heads import KEPT_SOFTMAX, FlowHeads
 from .served import ATTENDS_ELSEWHERE, current_cache, is_cross_attention, refuse
 from .softmax import Tokens, softmax_attention, window_attention
 
 if TYPE_CHECKING:
     from ...ops.context.exchange import Group
 
-UNION = "or_masks.<locals>.or_mask"
+OR_MASK = "or_masks.<locals>.or_mask"
 
 
 def flow_attention_forward(
@@ -39,27 +40,28 @@ def flow_attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Flow-Attention as an attention function of transformers.
+    """Compute Flow-Attention; registered with transformers as an attention function.
 
     Args:
         query: (B, H, N, D).
-        key, value: (B, H_kv, N, D) where H_kv divides H; with a cache those of the new tokens alone.
-        attention_mask: what `flow_attention_mask` made.
-        dropout: on the result: there is no matrix of weights to drop from.
-        scaling: of the scores of a softmax; used only where one is kept, see `Exchange`.
-        is_causal: None is what the module says.
-        kwargs: cu_seq_lens_q and cu_seq_lens_k are the bounds of packed sequences.
+        key, value: (B, H_kv, N, D) and (B, H_kv, N, E) where H_kv divides H; with a cache, the new tokens only.
+        attention_mask: the result of `flow_attention_mask`.
+        dropout: applied to the result, since Flow-Attention has no matrix of attention weights.
+        scaling: factor on softmax scores; used only by kept softmax layers and windows, see `Exchange`.
+        is_causal: None reads `module.is_causal`.
+        kwargs: cu_seq_lens_q and cu_seq_lens_k are the bounds (R + 1,) of packed sequences; softcap is used like
+            `scaling`.
 
-    Returns: (B, N, H, D), and None for the weights.
+    Returns: (B, N, H, E), and None in place of the attention weights.
     """
     heads, group = getattr(module, "flow", None), group_of(module)
-    past = None if heads == KEPT else _past(module)
+    past = None if heads == KEPT_SOFTMAX else _cache_layer(module)
     tokens = tokens_of(module, query, key, attention_mask, is_causal, past, kwargs)
     if group is not None and (past is not None or tokens.bounds is not None):
         raise NotImplementedError(
             "sequences cut over ranks take no cache and no packed sequences. Pass use_cache=False and rows with a mask."
         )
-    if heads == KEPT:
+    if heads == KEPT_SOFTMAX:
         result = softmax_attention(query, key, value, tokens, scaling, kwargs.get("softcap"))
     elif heads is None:
         result = _flow(query, key, value, tokens, past, {"group": group})
@@ -79,24 +81,27 @@ def exchanged_attention(
     past: FlowCacheLayer | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Flow-Attention with what its heads have learned, and a softmax in a window beside it, (B, H, N, E)."""
+    """Compute the attention of a linearized layer, (B, H, N, E).
+
+    Flow-Attention with the learned features and powers is mixed with softmax attention in the window, if there is one.
+    """
     q, k = heads.features(query, key)
     count = None if past is None or past.state is None else past.state.count
     result = _flow(q, k, value, tokens, past, {"variant": heads.variant, "powers": heads.powers, "group": group})
     window = heads.exchange.window
     if window:
-        seen = tokens.seen(query, count)
+        visible = tokens.num_visible(query, count)
         if past is not None and past.state is not None:
             key, value, mask = past.remember(key, value, tokens.mask, window - 1)
             tokens = tokens._replace(mask=mask)
         near, log_near, inside = window_attention(query, key, value, tokens, window, scaling, softcap)
-        share = heads.near_share(query, log_near, seen - inside)[..., None].to(result.dtype)
+        share = heads.near_share(query, log_near, visible - inside)[..., None].to(result.dtype)
         result = share * near + (1 - share) * result
     return result if heads.gain is None else result * heads.gain[:, None, None].to(result.dtype)
 
 
 def _flow(query, key, value, tokens: Tokens, past: FlowCacheLayer | None, options: dict[str, Any]) -> Tensor:
-    """Flow-Attention of tokens padded, packed, or continued from a cache, (B, H, N, E)."""
+    """Compute Flow-Attention of padded or packed tokens, or continue from a cache, (B, H, N, E)."""
     new = query.shape[2]
     options = {"enable_gqa": query.shape[1] != key.shape[1], **options}
     if tokens.bounds is not None:
@@ -128,15 +133,15 @@ def tokens_of(
     past: FlowCacheLayer | None,
     options: dict[str, Any],
 ) -> Tokens:
-    """What the layer, its mask and the caller say of the tokens; raises on what is not served."""
-    own, shape = getattr(module, "is_causal", None), () if mask is None else mask.shape
-    # a layer may not know of the pattern it is given
+    """Combine layer, mask and arguments into direction, padding and bounds of the tokens; raise if not supported."""
+    layer_is_causal, shape = getattr(module, "is_causal", None), () if mask is None else mask.shape
+    # the mask function knows the pattern; `module.is_causal` is wrong in some models (AIMv2, Step 3.7)
     if len(shape) == 3 and shape[1] > 1:
         is_causal = False
-    elif not own and len(shape) in (1, 3):
+    elif not layer_is_causal and len(shape) in (1, 3):
         is_causal = True
     elif is_causal is None:
-        is_causal = own
+        is_causal = layer_is_causal
     _check(module, query, key, mask, is_causal, past, options)
     packed_q, packed_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if mask is not None and mask.dim() == 1:
@@ -145,7 +150,7 @@ def tokens_of(
         raise ValueError("packed sequences need cu_seq_lens_q and cu_seq_lens_k, got one of them.")
     if mask is not None and mask.dim() > 1:
         mask = mask.flatten(1)  # (B, 1, N) or (B, N, 1) → (B, N)
-        mask = None if mask.stride(-1) == 0 else mask.bool()
+        mask = None if mask.stride(-1) == 0 else mask.bool()  # stride 0: one expanded number, no padding
     if packed_q is None:
         return Tokens(bool(is_causal), mask)
     if mask is not None and mask.dim() > 1:
@@ -164,12 +169,14 @@ def flow_attention_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> Tensor | None:
-    """What `flow_attention_forward` needs to know of a mask, found once for all layers.
+    """Convert the mask pattern of a model into what `flow_attention_forward` takes; called once for all layers.
 
-    Returns: the padding mask, bool: (B, 1, N) for a causal pattern, (B, N, 1) for one that comes down to all pairs of
-    tokens; without padding, one number expanded. (B, N) or None for the plain bidirectional pattern and for that of
-    cross-attention, which leave the direction to the layer. Where a row holds several causal sequences, packed or in
-    chunks, their bounds (R + 1,). Any other pattern is an error.
+    Returns, by pattern:
+        causal: the padding mask (B, 1, N), bool; without padding, a single True expanded to that shape.
+        all pairs of tokens, built from other patterns: the padding mask (B, N, 1), expanded likewise.
+        plain bidirectional, or cross-attention: the padding mask (B, N) or None; the layer decides the direction.
+        several causal sequences per row, packed or in chunks: their bounds (R + 1,) in the flattened batch.
+        any other pattern: raises NotImplementedError.
     """
     if attention_mask is not None and attention_mask.shape[1] != kv_length:
         raise ValueError(
@@ -177,7 +184,7 @@ def flow_attention_mask(
             f"{tuple(attention_mask.shape)}."
         )
     is_causal = _is_causal(mask_function)
-    # where lengths differ and nothing is causal, queries attend to another sequence, which the attention refuses
+    # if lengths differ and the pattern is not causal this is cross-attention, which the attention function refuses
     is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     is_plain = is_plain or (q_length != kv_length and not is_causal)
     if not is_plain and is_exporting():
@@ -213,71 +220,73 @@ def flow_attention_mask(
     return bounds(starts)
 
 
-def _made_by(mask_function: Callable) -> str:
+def _factory_name(mask_function: Callable) -> str:
+    """Return the qualified name of a mask function; for a closure it contains the function that made it."""
     return f"{mask_function.__module__}.{mask_function.__qualname__}".removeprefix("transformers.masking_utils.")
 
 
 def _is_causal(mask_function: Callable) -> bool:
-    """Whether a pattern is causal, an intersection with one that is, or a union of such."""
+    """Whether a pattern is causal: the causal one, an intersection with a causal one, or a union of causal ones."""
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return mask_function is causal_mask_function
-    given = inspect.getclosurevars(mask_function).nonlocals
-    parts = (given["mask_function"],) if "mask_function" in given else given.get("mask_functions", ())
-    return (all if _made_by(mask_function) == UNION else any)(map(_is_causal, parts))
+    closure = inspect.getclosurevars(mask_function).nonlocals
+    parts = (closure["mask_function"],) if "mask_function" in closure else closure.get("mask_functions", ())
+    return (all if _factory_name(mask_function) == OR_MASK else any)(map(_is_causal, parts))
 
 
 def _starts(mask_function: Callable, positions: Tensor) -> Tensor | None:
-    """Whether each token (B, N) begins a sequence that sees no other; None for a pattern that is not known.
+    """Mark the tokens (B, N) at which a sequence starts that sees no other sequence; None for an unknown pattern.
 
-    A pattern is known by the function of transformers that made it, and by what that function was given.
+    Patterns are closures. They are recognised by the function of transformers that made them, and read from the
+    variables of the closure.
 
     Args:
-        positions: (B, N), the indices that the pattern compares.
+        positions: (B, N), the token indices that the pattern compares.
     """
     length = positions.shape[1]
     starts = (torch.arange(length, device=positions.device) == 0).expand_as(positions)
     if mask_function in (causal_mask_function, bidirectional_mask_function):
         return starts
-    made_by = _made_by(mask_function)
-    given = inspect.getclosurevars(mask_function).nonlocals
-    if made_by == "and_masks.<locals>.and_mask":
-        parts = [_starts(part, positions) for part in given["mask_functions"]]
+    factory = _factory_name(mask_function)
+    closure = inspect.getclosurevars(mask_function).nonlocals
+    if factory == "and_masks.<locals>.and_mask":
+        parts = [_starts(part, positions) for part in closure["mask_functions"]]
         return None if any(part is None for part in parts) else torch.stack(cast(list[Tensor], parts)).any(0)
-    if made_by == UNION:
-        return starts if any(_joins_all(part, positions) for part in given["mask_functions"]) else None
-    if made_by == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-        # since transformers 5.23, beside the pattern that keeps packed sequences apart
-        return _starts(given["mask_function"], given["position_ids"].expand_as(positions))
-    if made_by == "sliding_window_overlay.<locals>.inner_mask":
-        # 0 is that of a model without windows, which makes the mask nevertheless
-        return starts if given["sliding_window"] >= length or given["sliding_window"] == 0 else None
-    if made_by == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
-        return starts if given["sliding_window"] >= length - 1 else None
-    if made_by.endswith("._bidirectional_window_overlay.<locals>.inner_mask"):  # of Gemma 3 and its copies
-        return starts if given["sliding_window"] >= length else None
-    if made_by == "packed_sequence_mask_function.<locals>.inner_mask":
-        sequence = given["packed_sequence_mask"].expand_as(positions)
-    elif made_by == "chunked_overlay.<locals>.inner_mask":
-        place = positions - given["left_padding"].to(positions.device)[:, None]
-        sequence = place.clamp_min(0) // given["chunk_size"]  # padding, which is masked out, is of no chunk
+    if factory == OR_MASK:
+        return starts if any(_is_all_pairs(part, positions) for part in closure["mask_functions"]) else None
+    if factory == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        # since transformers 5.23, in addition to packed_sequence_mask_function
+        return _starts(closure["mask_function"], closure["position_ids"].expand_as(positions))
+    if factory == "sliding_window_overlay.<locals>.inner_mask":
+        # some models without windows create the mask anyway, with sliding_window = 0
+        return starts if closure["sliding_window"] >= length or closure["sliding_window"] == 0 else None
+    if factory == "sliding_window_bidirectional_overlay.<locals>.inner_mask":
+        return starts if closure["sliding_window"] >= length - 1 else None
+    if factory.endswith("._bidirectional_window_overlay.<locals>.inner_mask"):  # Gemma 3 and models derived from it
+        return starts if closure["sliding_window"] >= length else None
+    if factory == "packed_sequence_mask_function.<locals>.inner_mask":
+        sequence = closure["packed_sequence_mask"].expand_as(positions)
+    elif factory == "chunked_overlay.<locals>.inner_mask":
+        index = positions - closure["left_padding"].to(positions.device)[:, None]
+        sequence = index.clamp_min(0) // closure["chunk_size"]  # left padding is masked out: any chunk will do
     else:
-        # a function of pairs whose result has no dimensions does not look at them
+        # a result without dimensions does not depend on the pair of tokens: the pattern is constant
         pair = torch.zeros(4, 1, dtype=torch.long, device=positions.device)
         constant = mask_function(*pair)
         return starts if isinstance(constant, Tensor) and constant.dim() == 0 and constant else None
-    # positions that do not go on are those of another packed sequence; elsewhere, sequences may not be interleaved
-    change, goes_on = sequence.diff(), positions.diff() == 1
-    return starts | F.pad(change != 0, (1, 0)) if (change >= 0)[goes_on].all() else None
+    # where positions restart another packed sequence begins; elsewhere a decrease means interleaved sequences
+    change, is_next = sequence.diff(), positions.diff() == 1
+    return starts | F.pad(change != 0, (1, 0)) if (change >= 0)[is_next].all() else None
 
 
-def _joins_all(mask_function: Callable, positions: Tensor) -> bool:
-    """Whether all tokens see each other, so that a union with any other pattern is this one."""
+def _is_all_pairs(mask_function: Callable, positions: Tensor) -> bool:
+    """Whether all tokens see each other; the union with any other pattern is then the same pattern."""
     starts = None if _is_causal(mask_function) else _starts(mask_function, positions)
     return starts is not None and not starts[:, 1:].any()
 
 
 def check_packed_mask(mask: Tensor) -> None:
-    """Refuse padding beside the bounds of packed sequences."""
+    """Refuse a padding mask that is passed together with the bounds of packed sequences."""
     if not mask.all():
         raise ValueError(
             "got cu_seq_lens_q and an attention_mask with padding. Pack sequences without padding, or pass the mask "
@@ -286,7 +295,10 @@ def check_packed_mask(mask: Tensor) -> None:
 
 
 def bounds(starts: Tensor) -> Tensor:
-    """Where the sequences of a flattened batch begin and end, (R + 1,), from whether each token (B, N) begins one.
+    """Return the bounds (R + 1,) of the sequences of a flattened batch.
+
+    Args:
+        starts: (B, N) bool, True at the first token of each sequence.
 
     >>> bounds(torch.tensor([[True, False, True], [True, False, False]])).tolist()
     [0, 2, 3, 6]
@@ -294,8 +306,11 @@ def bounds(starts: Tensor) -> Tensor:
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel()).int()
 
 
-def _past(module: nn.Module) -> FlowCacheLayer | None:
-    """What the layer keeps of the tokens before these, or None without a cache; hooks find it, see `served.py`."""
+def _cache_layer(module: nn.Module) -> FlowCacheLayer | None:
+    """Return the layer of the cache that belongs to this call, or None without a cache.
+
+    Hooks in `served.py` record the cache and the index of the layer: the attention function gets neither.
+    """
     cache: Any = current_cache()
     if cache is None:
         return None
@@ -321,6 +336,7 @@ def _past(module: nn.Module) -> FlowCacheLayer | None:
 
 
 def _check(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal, past, options) -> None:
+    """Raise on a layer or a call that Flow-Attention does not support."""
     if is_cross_attention(module):
         raise refuse(type(module), ATTENDS_ELSEWHERE)
     for name in ("position_bias", "s_aux", "indices", "block_indices"):
@@ -334,7 +350,7 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, i
         raise refuse(type(module), f"its window of {window} is shorter than the input, which has no linear form")
     if is_causal is None:
         raise refuse(type(module), "it does not say whether it is causal")
-    if is_causal and query.shape[2] != key.shape[2] and getattr(module, "flow", None) != KEPT:
+    if is_causal and query.shape[2] != key.shape[2] and getattr(module, "flow", None) != KEPT_SOFTMAX:
         raise NotImplementedError(
             f"got {query.shape[2]} queries and {key.shape[2]} keys: {NAME} cannot decode from a cache of keys and "
             "values, which lacks the sums over past queries. Pass FlowCache(model.config), or use_cache=False."

@@ -1,4 +1,4 @@
-"""The state of Flow-Attention in a cache of transformers: one layer's, and `FlowCache`, that of a whole model."""
+"""Flow-Attention in the KV caches of transformers: the cache layer, and `FlowCache`, the cache of a model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from transformers.cache_utils import (
 from ...ops import FlowState
 
 NAME = "flow_attention"
-# layers of keys and values, whose place the state takes
+# cache layers that hold keys and values; a FlowCacheLayer replaces them
 KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 class FlowCacheLayer(CacheLayerMixin):
-    """What a layer keeps of the past: a `FlowState` and the tokens of a window, of the same size whatever the length.
+    """Cache layer of constant size: a `FlowState`, and the recent keys and values if there is a softmax window.
 
-    The recurrent cache layer of transformers treats a state without a convolution state as missing, and can neither
-    repeat nor count its rows. States are never changed in place, so that a copy of this object is a snapshot.
+    transformers' own `LinearAttentionLayer` does not fit: it treats a recurrent state without a convolution state as
+    missing, and cannot repeat or count the rows of the batch. Tensors are replaced, never changed in place, so that a
+    shallow copy of this object is a snapshot.
     """
 
     _layer_type: str | None = NAME
@@ -41,26 +42,28 @@ class FlowCacheLayer(CacheLayerMixin):
     def __init__(self, **sizes) -> None:
         super().__init__()
         self.state: FlowState | None = None
-        self.recent: tuple[Tensor, ...] = ()  # keys, values and mask of a window beside the state
+        self.recent: tuple[Tensor, ...] = ()  # keys, values and mask of the softmax window
         self.length = 0
 
     def advance(self, state: FlowState | None, tokens: int) -> None:
-        """Keep the state after `tokens` more, padding included: `generate` counts columns.
+        """Store the state after `tokens` more tokens.
 
-        None is that of packed or bidirectional tokens, which have no state: nothing can continue from them.
+        Args:
+            state: None for packed or bidirectional tokens, which cannot be continued.
+            tokens: number of new tokens including padding, as `generate` counts them.
         """
         self.state = state
         self.length += tokens
 
     def remember(self, key: Tensor, value: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and mask of the recent tokens and these; the last `count` of them are the next recent ones."""
+        """Append new tokens to the window; return keys, values and mask (B, N) of all, and keep the last `count`."""
         new = key.shape[2]
         valid = key.new_ones(len(key), new, dtype=torch.bool) if mask is None else mask[:, -new:]
         tokens = key, value, valid[:, None, :, None]
         if self.recent:
             tokens = tuple(torch.cat([old.to(x.device), x], 2) for old, x in zip(self.recent, tokens, strict=True))  # type: ignore[assignment]
         start = max(tokens[0].shape[2] - count, 0)
-        self.recent = tuple(x[:, :, start:].clone() for x in tokens)  # a view would hold on to all of them
+        self.recent = tuple(x[:, :, start:].clone() for x in tokens)  # a view would keep the whole tensor alive
         return tokens[0], tokens[1], tokens[2][:, 0, :, 0]
 
     def get_seq_length(self) -> int:
@@ -79,28 +82,28 @@ class FlowCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.recent, self.length = None, (), 0
 
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to every tensor."""
+    def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by the result of a function."""
         if self.state is not None:
             self.state = FlowState(*map(change, self.state.pack()))
         self.recent = tuple(map(change, self.recent))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._replace_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda x: x.repeat_interleave(repeats, 0))
+        self._replace_tensors(lambda x: x.repeat_interleave(repeats, 0))
 
     def offload(self) -> None:
         if self.state is not None:
             self.device = self.state.device
-            self._change(lambda x: x.to("cpu"))
+            self._replace_tensors(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:
         if hasattr(self, "device"):
-            self._change(lambda x: x.to(self.device))
+            self._replace_tensors(lambda x: x.to(self.device))
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(
@@ -109,17 +112,17 @@ class FlowCacheLayer(CacheLayerMixin):
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first state is made by the first tokens."""
+        """No-op: the attention function creates the first state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are: the attention function reads the state and calls `advance`."""
+        """Return the new keys and values unchanged: the attention function reads the state and calls `advance`."""
         return key_states, value_states
 
 
 class HybridFlowCacheLayer(FlowCacheLayer, LinearAttentionLayer):  # type: ignore[misc]
-    """The state of Flow-Attention beside those of a recurrence in the same layer, as Falcon-H1 and Zaya have it."""
+    """Cache layer for attention and a recurrence in one layer, as in Falcon-H1 and Zaya."""
 
-    _layer_type = None  # transformers would register this class in the place of its base
+    _layer_type = None  # with a name, transformers would register this class instead of FlowCacheLayer
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
     def __init__(self, number_of_states: int) -> None:
@@ -130,17 +133,17 @@ class HybridFlowCacheLayer(FlowCacheLayer, LinearAttentionLayer):  # type: ignor
         FlowCacheLayer.reset(self)
         LinearAttentionLayer.reset(self)
 
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        super()._change(change)
+    def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._replace_tensors(change)
         for states in (self.conv_states, self.recurrent_states):
             states.update({index: change(x) for index, x in states.items() if x is not None})
 
 
 class FlowCache(DynamicCache):
-    """The past of a model with attn_implementation="flow_attention", of the same size whatever its length.
+    """Cache of a model with attn_implementation="flow_attention"; its size does not depend on the number of tokens.
 
-    `generate`, or the model, makes a cache that holds the same if none is passed. Make one yourself to continue a
-    conversation, or to keep the state of a prefix and start from it again and again.
+    `generate` and the model create an equivalent cache if none is passed. Create one yourself to continue a
+    conversation, or to reuse the state of a prefix.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -165,46 +168,49 @@ class FlowCache(DynamicCache):
             )
 
     def snapshot(self) -> list[Any]:
-        """The past as it is now, to `restore`. Costs next to nothing but for recurrent layers beside the attention."""
-        return [_kept(layer) for layer in self.layers]
+        """Return the current state, for `restore`. Only the states of recurrent layers are copied."""
+        return [_copy_layer(layer) for layer in self.layers]
 
     def restore(self, snapshot: list[Any]) -> None:
-        """Come back to a snapshot, of this cache or of another one of the same model."""
+        """Return to a snapshot of this cache, or of another cache of the same model."""
         if len(snapshot) != len(self.layers):
             raise ValueError(f"the snapshot is that of {len(snapshot)} layers, but the cache has {len(self.layers)}.")
-        self.layers = [_kept(layer) for layer in snapshot]
+        self.layers = [_copy_layer(layer) for layer in snapshot]
 
     def copy(self) -> FlowCache:
-        """Another cache with the same past, from where the two go on apart."""
+        """Return an independent cache with the same state."""
         other = copy.copy(self)
         other.restore(self.snapshot())
         return other
 
 
-def _kept(layer: Any) -> Any:
-    """A copy that later tokens leave as it is: recurrent layers of transformers change their tensors in place."""
+def _copy_layer(layer: Any) -> Any:
+    """Return a copy that later tokens do not change. transformers' recurrent layers update tensors in place."""
     return copy.deepcopy(layer) if isinstance(layer, LinearAttentionCacheLayerMixin) else copy.copy(layer)
 
 
 def with_states(layers: list[Any], kept: Collection[int]) -> list[Any]:
-    """The layers of a cache, those of keys and values replaced by states, or by growing ones where softmax is kept.
+    """Replace the key/value layers of a cache: by FlowCacheLayers, or by DynamicLayers where softmax is kept.
 
     Args:
-        kept: numbers of attention layers; recurrent layers between them are not counted.
+        kept: indices of the attention layers that keep softmax; recurrent layers are not counted.
     """
-    number = itertools.count()
-    return [_with_state(layer, next(number) in kept) if _attends(layer) else layer for layer in layers]
+    index = itertools.count()
+    return [_with_state(layer, next(index) in kept) if _is_attention(layer) else layer for layer in layers]
 
 
-def _attends(layer: Any) -> bool:
+def _is_attention(layer: Any) -> bool:
+    """Whether a cache layer belongs to an attention layer, with or without a recurrence beside it."""
     return type(layer) in KEYS_AND_VALUES or _is_hybrid(layer)
 
 
 def _is_hybrid(layer: Any) -> bool:
+    """Whether a cache layer holds both keys and values and the states of a recurrence."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, CacheLayerMixin)
 
 
 def _with_state(layer: Any, keeps_softmax: bool) -> Any:
+    """Return the cache layer that replaces a layer of keys and values."""
     if not _is_hybrid(layer):
         return DynamicLayer() if keeps_softmax else FlowCacheLayer()
     return (LinearAttentionAndFullAttentionLayer if keeps_softmax else HybridFlowCacheLayer)(layer.number_of_states)

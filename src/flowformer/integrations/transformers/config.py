@@ -1,4 +1,4 @@
-"""FlowformerConfig: what a Flowformer of transformers is built from."""
+"""FlowformerConfig: the config of the Flowformer models of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...models.lm import LMConfig
 from ...ops import FlowVariant, checks
 from .cache import NAME
 
-# of a config.json, besides the fields and attributes of a config
+# keys of a config.json that are neither fields nor attributes of a config
 OTHER_OPTIONS = {
     "attn_implementation",
     "auto_map",
@@ -28,18 +28,19 @@ OTHER_OPTIONS = {
 
 @strict
 class FlowformerConfig(PreTrainedConfig):
-    """What a Flowformer is built from; the default is the paper's language model for WikiText-103.
+    """Config of a Flowformer; the default is the paper's language model for WikiText-103.
 
     Args:
-        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: its sizes.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: sizes of the model.
         hidden_act: "relu", "gelu" or "gelu_tanh".
-        positions: "sinusoidal" and "fairseq", another order of sinusoids, have no longest length; "learned" is a table
-            of `max_position_embeddings`.
+        positions: "sinusoidal" or "fairseq" (sinusoids in another order), for any length; or "learned", a table of
+            `max_position_embeddings` positions.
         scale_embedding: whether embeddings are multiplied by √hidden_size.
-        initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
+        initialisation: "fairseq", as in the paper's model, or "gpt", as in the authors' GPT module.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         is_causal: False lets all tokens see each other, for classification.
-        variant: of Flow-Attention: a FlowVariant, its fields, or the name of one; not with competitors="heads".
+        variant: variant of Flow-Attention: a FlowVariant, a dict of its fields, or the name of a preset. Variants with
+            competitors="heads" are refused.
 
     >>> FlowformerConfig(hidden_size=64, num_attention_heads=4).lm_config().embed_dim
     64
@@ -85,7 +86,7 @@ class FlowformerConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_names(self, options: dict[str, Any]) -> None:
-        """Refuse a misspelt option: transformers keeps any name it does not know as an attribute."""
+        """Refuse a misspelt option: transformers would store it as an attribute without an error."""
         accepted = {field.name for field in fields(self)}
         known = accepted.union(dir(PreTrainedConfig), GenerationConfig().to_dict(), OTHER_OPTIONS)
         for name in options:
@@ -98,26 +99,29 @@ class FlowformerConfig(PreTrainedConfig):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """All options. PEFT calls this before it looks up which layers to adapt, so ours are registered here."""
+        """Return all options, and register the default LoRA layers of this model with PEFT.
+
+        PEFT has no hook for this, but calls `to_dict` before it looks up the layers to adapt.
+        """
         constants = sys.modules.get("peft.utils.constants")
         if constants is not None:
             like = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["llama"]
             for name, mapping in vars(constants).items():
                 if name.endswith("_TARGET_MODULES_MAPPING") and mapping.get("llama") == like:
-                    mapping[self.model_type] = like  # layers of the same names
+                    mapping[self.model_type] = like  # our layers have the same names as those of Llama
         return super().to_dict()
 
     @property
     def layer_types(self) -> list[str]:
-        """By these names transformers finds the kind of cache each layer needs."""
+        """The layer types, by which transformers chooses the cache layers."""
         return [NAME] * self.num_hidden_layers
 
     def validate_layer_type(self) -> None:
-        """The library's own list of layer types cannot be added to; ours are right by construction."""
+        """No-op: transformers checks against a fixed list of layer types, to which ours cannot be added."""
 
     def lm_config(self) -> LMConfig:
-        """The same model, as a config of `flowformer.models.FlowformerLM`; the head is added here."""
-        # mypy: a config of transformers has plain strings, which LMConfig checks
+        """Return the equivalent config of `flowformer.models.FlowformerLM`, which holds all but the head."""
+        # the ignores: these fields are plain str here, and LMConfig checks their values
         return LMConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,

@@ -1,8 +1,8 @@
-"""Sequences cut over ranks in models of transformers, each rank holding its part.
+"""Context parallelism for transformers models: each rank holds a contiguous part of every sequence.
 
-accelerate's `ParallelismConfig(cp_size=…)` makes a mesh and shards parameters over it, which is of use here. Its
-`maybe_context_parallel` is not: it gives each rank a piece from the start and one from the end of a sequence, to
-balance the work of causal softmax, and replaces `scaled_dot_product_attention`, which Flow-Attention does not call.
+The mesh and the sharded parameters of accelerate's `ParallelismConfig(cp_size=…)` can be used with it. accelerate's
+`maybe_context_parallel` cannot: to balance causal softmax it gives each rank one piece from the start and one from the
+end of a sequence, and it patches `scaled_dot_product_attention`, which Flow-Attention does not call.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ...models.lm import IGNORED, FlowformerLM, next_tokens
 from .cache import NAME
-from .linearized_heads import KEPT, FlowHeads
+from .linearized_heads import KEPT_SOFTMAX, FlowHeads
 
 if TYPE_CHECKING:
     from ...ops.context.exchange import Group
 
-# by the end of their names: models that score each token, and bare ones
+# endings of the class names that are accepted: models without a head, and models that score each token
 SERVED = ("Model", "ForCausalLM", "ForMaskedLM")
 # layers besides attention that mix the tokens of a sequence
 MIXERS = re.compile("Mamba|SSM|Recurrent|ShortConv|DeltaNet|RWKV")
 
 
 def cut_sequences(model: nn.Module, group: Group | None) -> None:
-    """From now on the tokens passed to a model are this rank's part of sequences cut over a group, in rank order.
+    """Make a model treat its inputs as this rank's part of longer sequences, which are cut over a group in rank order.
 
-    Positions go on from rank to rank, and the target of a rank's last token is the first token of the next rank. The
-    loss is this rank's share: the sum over ranks is the mean over the tokens of all. Sum the gradients over the group;
-    DDP and FSDP average, so multiply the loss by the number of ranks.
+    Positions continue from rank to rank, and the target of a rank's last token is the first token of the next rank. The
+    loss is this rank's share: its sum over the ranks is the mean over all tokens. Sum the gradients over the group; DDP
+    and FSDP average them, so multiply the loss by the number of ranks.
 
     Args:
-        model: of transformers, wrapped or not: a Flowformer, or one with attn_implementation="flow_attention".
-        group: as for `flow_attention`, such as `accelerator.torch_device_mesh["cp"]`; None is whole sequences again.
+        model: a transformers model, wrapped or not: a Flowformer, or one with attn_implementation="flow_attention".
+        group: as for `flow_attention`, such as `accelerator.torch_device_mesh["cp"]`; None returns to whole sequences.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not parts:
@@ -64,13 +64,13 @@ def cut_sequences(model: nn.Module, group: Group | None) -> None:
 
 
 def group_of(module: nn.Module) -> Group | None:
-    """Over whose ranks the sequences of a model or an attention layer are cut."""
+    """Return the group over which the sequences of a model or an attention layer are cut, or None."""
     check_order()
     return getattr(module, "_flow_group", None)
 
 
 def check_order() -> None:
-    """Refuse tokens that torch's own context parallelism has cut and rearranged."""
+    """Refuse to run inside torch's context parallelism, which reorders the tokens."""
     if (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed"):
         raise NotImplementedError(
             "Flow-Attention cannot run inside torch's context_parallel, accelerate's maybe_context_parallel or a "
@@ -81,7 +81,7 @@ def check_order() -> None:
 
 
 def check_padding(mask: Tensor | None) -> None:
-    """Refuse padding where accelerate, with cp_size, drops the masks of attention layers."""
+    """Refuse padding with accelerate's cp_size, which drops the masks of attention layers."""
     accelerate = sys.modules.get("accelerate.state")
     config = None if accelerate is None else accelerate.AcceleratorState._shared_state.get("parallelism_config")
     if mask is not None and config is not None and config.cp_enabled and not mask.all():
@@ -92,7 +92,7 @@ def check_padding(mask: Tensor | None) -> None:
 
 
 def check_labels(model: PreTrainedModel, labels: Tensor | None) -> None:
-    """Refuse labels of a cut sequence where a model computes its loss itself, over this rank's tokens alone."""
+    """Refuse labels of a cut sequence if the model computes its own loss, which would cover this rank's tokens only."""
     if labels is not None and not _has_loss(model):
         raise NotImplementedError(
             f"{type(model).__name__} computes its loss itself, over the tokens of this rank alone. Pass no labels, and "
@@ -101,13 +101,13 @@ def check_labels(model: PreTrainedModel, labels: Tensor | None) -> None:
 
 
 def _has_loss(model: PreTrainedModel) -> bool:
-    """Whether a model looks its loss up; `Flowformer…` models do so in a method of their own."""
+    """Whether a model calls `self.loss_function`, in `forward` or (Flowformer models) in `_score`."""
     methods = (type(model).forward, getattr(type(model), "_score", None))
     return any(m is not None and "loss_function" in inspect.unwrap(m).__code__.co_names for m in methods)
 
 
 def _cut_loss(group: Group, function: Callable, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A loss of transformers with targets across the cut, divided by the number of targets on all ranks."""
+    """Compute a loss of transformers whose targets cross rank boundaries, divided by the target count of all ranks."""
     from ...ops.context.exchange import sum_over_ranks
 
     if function is ForCausalLMLoss:
@@ -127,6 +127,7 @@ def _cut_loss(group: Group, function: Callable, logits: Tensor, labels: Tensor, 
 
 
 def _check(parts: list[PreTrainedModel]) -> None:
+    """Raise if the sequences of a model cannot be cut."""
     for part in parts:
         name, config = type(part).__name__, part.config.get_text_config()
         if config.model_type != "flowformer" and config._attn_implementation != NAME:
@@ -140,6 +141,7 @@ def _check(parts: list[PreTrainedModel]) -> None:
 
 
 def _obstacle(part: PreTrainedModel, config: Any) -> str | None:
+    """Return why the sequences of a model cannot be cut, or None if they can."""
     if not type(part).__name__.endswith(SERVED):
         return f"it does more than score tokens; accepted: models whose names end with {', '.join(SERVED)}"
     if any(kind not in ("full_attention", NAME) for kind in getattr(config, "layer_types", None) or ()):
@@ -151,6 +153,6 @@ def _obstacle(part: PreTrainedModel, config: Any) -> str | None:
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase) or MIXERS.search(kind):
             return f"{kind} mixes tokens, too"
         heads = getattr(module, "flow", None)
-        if heads == KEPT or (isinstance(heads, FlowHeads) and heads.exchange.window):
+        if heads == KEPT_SOFTMAX or (isinstance(heads, FlowHeads) and heads.exchange.window):
             return f"softmax attention is kept in {kind}"
     return None

@@ -1,6 +1,6 @@
-"""What the heads of a linearized attention layer learn: features, powers, gain, and the weight of a window.
+"""The learned parameters of a linearized attention layer: feature projections, powers, gain, and window weights.
 
-Shapes: B batch, H heads, H_kv key heads, N tokens, D features, E values.
+Shapes: B batch, H query heads, H_kv key/value heads, N tokens, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from ...ops import FlowVariant, checks
 
 Features = Literal["none", "projection", "hedgehog"]
 RENORMALIZED = FlowVariant(renormalize=True)
-KEPT = "softmax"  # the `flow` of an attention layer that stays as it is
+KEPT_SOFTMAX = "softmax"  # value of `layer.flow` for layers in keep_layers
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What takes the place of softmax attention in a model; saved as `flow_attention` in its config.
+    """The attention that replaces softmax in a model; saved as `flow_attention` in the model's config.
 
     Args:
-        features: what is learned of φ. "projection" is a matrix per head before it, the identity at the start;
-            "hedgehog" is softmax([x, −x]) of that projection x, and has twice as many features; "none" is nothing.
-        variant: of Flow-Attention. With hedgehog features its feature map is not used: they are positive already.
-        powers: learns the exponents of competition and allocation per head, from 0, where attention is linear; needs a
-            variant with `renormalize`.
-        gain: learns a factor per head on the result, from 1.
-        window: a softmax over the tokens less than `window` away stands beside the flow; 0 is none.
-        keep_layers: the attention layers that stay softmax, counted from 0.
+        features: the feature map φ. "projection": a learned matrix per head, initially the identity, followed by the
+            variant's feature map. "hedgehog": softmax([x, −x]) of the projection x, with twice as many features.
+            "none": the variant's feature map alone.
+        variant: variant of Flow-Attention. Its feature map is not used with hedgehog features, which are positive.
+        powers: learn the exponents of competition and allocation per head. They start at 0, which is plain linear
+            attention. Needs a variant with `renormalize`.
+        gain: learn a factor per head on the result, initially 1.
+        window: mix the result with a softmax over the tokens less than `window` away; 0 disables it.
+        keep_layers: indices, from 0, of the attention layers that stay softmax.
     """
 
     features: Features = "hedgehog"
@@ -60,7 +61,7 @@ class Exchange:
 
     @classmethod
     def of(cls, config: Any) -> Exchange | None:
-        """That of the config of a model, or None where Flow-Attention is as in the paper."""
+        """Read the exchange from the config of a model; None if it runs Flow-Attention without learned parameters."""
         saved = getattr(config, "flow_attention", None)
         if saved is None:
             return None
@@ -68,24 +69,24 @@ class Exchange:
         return cls(**saved)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a config saves it."""
+        """All fields as values that config.json can store."""
         return asdict(self) | {"keep_layers": list(self.keep_layers)}
 
 
 class FlowHeads(nn.Module):
-    """The learned part of an exchanged attention layer, its `flow`.
+    """The learned parameters of a linearized attention layer, its submodule `flow`.
 
-    At the start it is linear attention with the features of the exchange, or, without `powers`, the variant itself.
+    Initially the layer is linear attention with the features of the exchange, or, without `powers`, the variant itself.
     """
 
-    # of a transfer from softmax, see `flowformer.linearize`
-    learns: bool = False
-    error: Tensor | None = None
+    # set during stage 1 of `flowformer.linearize`
+    learns: bool = False  # whether the attention function runs the backward pass of `error`
+    error: Tensor | None = None  # error of the last forward pass relative to softmax attention
 
     def __init__(self, exchange: Exchange, heads: int, key_heads: int, head_dim: int, **factory: Any) -> None:
         super().__init__()
         self.exchange, self.sizes = exchange, (heads, key_heads, head_dim)
-        positive = exchange.features == "hedgehog"  # ReLU leaves them as they are
+        positive = exchange.features == "hedgehog"  # ReLU does not change positive features
         self.variant = replace(exchange.variant, feature_map="relu") if positive else exchange.variant
 
         def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
@@ -100,7 +101,7 @@ class FlowHeads(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The start of learning; spares what was loaded, as the functions of transformers do."""
+        """Initialise all parameters. The init functions of transformers skip parameters loaded from a checkpoint."""
         for projection in (self.query_projection, self.key_projection):
             if projection is not None:
                 identity = torch.eye(self.sizes[2], device=projection.device, dtype=projection.dtype)
@@ -112,7 +113,7 @@ class FlowHeads(nn.Module):
                 init.zeros_(parameter)
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """What the op takes for queries (B, H, N, D) and keys (B, H_kv, N, D)."""
+        """Map queries (B, H, N, D) and keys (B, H_kv, N, D) to the features passed to `flow_attention`."""
         given = query.shape[1], key.shape[1], query.shape[3]
         if given != self.sizes:
             raise ValueError(
@@ -122,24 +123,25 @@ class FlowHeads(nn.Module):
         return self._map(query, self.query_projection), self._map(key, self.key_projection)
 
     def _map(self, x: Tensor, projection: Tensor | None) -> Tensor:
+        """Apply the projection of each head, and softmax([x, −x]) for hedgehog features."""
         if projection is None:
             return x
         x = x @ projection.to(x.dtype)
         if self.exchange.features == "projection":
             return x
-        at_least = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return torch.cat([x, -x], -1).softmax(-1, dtype=at_least).to(x.dtype)
+        softmax_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return torch.cat([x, -x], -1).softmax(-1, dtype=softmax_dtype).to(x.dtype)
 
     def near_share(self, query: Tensor, log_near: Tensor, outside: Tensor) -> Tensor:
-        """How much of the result comes from the window, (B, H, N).
+        """Return the weight of the window in the result, (B, H, N); the flow has the rest.
 
-        A softmax over all tokens would weigh the window by its sum of exponentiated scores against that of the tokens
-        outside. The logarithm of the mean of the latter is learned as a linear function of the query, from 0. Where no
-        token is outside the share is 1: attention is then exactly softmax.
+        A softmax over all tokens gives the window the weight s_in / (s_in + s_out), where s_in and s_out are the sums
+        of exponentiated scores inside and outside the window. log(s_out / number of tokens outside) is learned as a
+        linear function of the query, initially 0. Without tokens outside the weight is 1: exactly softmax.
 
         Args:
-            log_near: (B, H, N), the logarithm of the sum in the window.
-            outside: (B, N), how many tokens are outside.
+            log_near: (B, H, N), log s_in.
+            outside: (B, N), number of visible tokens outside the window.
         """
         assert self.far is not None
         weight, bias = self.far[:, :-1, None].to(query.dtype), self.far[:, -1, None]
@@ -151,11 +153,11 @@ class FlowHeads(nn.Module):
 
 
 def sizes_of(layer: nn.Module, config: Any) -> tuple[int, int, int]:
-    """Heads, key heads and head_dim of an attention layer, from itself or from its config."""
+    """Return the heads, key heads and head_dim of an attention layer, from its attributes or else from its config."""
 
     def first(*names: str) -> int | None:
-        found = (getattr(owner, name, None) for owner in (layer, config) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
+        values = (getattr(owner, name, None) for owner in (layer, config) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     heads = first("num_attention_heads", "num_heads", "n_head")
     if heads is None:
@@ -164,6 +166,6 @@ def sizes_of(layer: nn.Module, config: Any) -> tuple[int, int, int]:
         )
     groups = getattr(layer, "num_key_value_groups", None)
     key_heads = heads // groups if isinstance(groups, int) and groups > 0 else first("num_key_value_heads") or heads
-    # a latent attention's head_dim, if it has one, is that of its rotary features alone
+    # in multi-head latent attention, `head_dim` counts the rotary features only; qk_head_dim counts all
     head_dim = first("qk_head_dim", "head_dim", "attention_head_size") or config.hidden_size // heads
     return heads, key_heads, head_dim

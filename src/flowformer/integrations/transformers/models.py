@@ -1,6 +1,6 @@
-"""The Flowformer as models of transformers: bare, and with the heads that tasks on text need.
+"""The Flowformer as transformers models: without a head, and with heads for text tasks.
 
-Shapes: B batch, N tokens, W width, R sequences packed into a batch, L the longest of them.
+Shapes: B batch, N tokens, W width, R sequences packed into a batch, L tokens of the longest of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from ...models.lm import FlowformerLM
 from ...nn import LearnedPositions
 from ...ops import FlowState, FlowVariant
-from ...ops.bounds import PaddedSequences
+from ...ops.bounds import PaddedSequences, check_bounds
 from .attention import bounds, check_packed_mask
 from .cache import FlowCacheLayer
 from .config import FlowformerConfig
@@ -35,7 +35,7 @@ from .served import warn_no_weights
 
 
 class FlowformerPreTrainedModel(PreTrainedModel):
-    """What the models share: their config, initialisation, and what they can do."""
+    """Base class of the Flowformer models: config, initialisation and gradient checkpointing."""
 
     config_class = FlowformerConfig
     config: FlowformerConfig
@@ -51,7 +51,7 @@ class FlowformerPreTrainedModel(PreTrainedModel):
         gradient_checkpointing_func: Callable = FlowformerLM.checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """What `activation_checkpointing_enable` chooses, for layers that are not those of transformers."""
+        """Apply `activation_checkpointing_enable` to FlowformerLM, whose layers are not transformers layers."""
         for module in self.modules():
             if isinstance(module, FlowformerLM):
                 module.gradient_checkpointing = enable
@@ -68,7 +68,7 @@ class FlowformerPreTrainedModel(PreTrainedModel):
 
     def initialize_weights(self) -> None:
         super().initialize_weights()
-        # the published scheme initialises the whole model at once; the guard skips loaded weights
+        # FlowformerLM initialises modules by role, which `_init_weights` cannot see; the guard skips loaded weights
         with guard_torch_init_functions():
             for module in self.modules():
                 if isinstance(module, FlowformerLM):
@@ -76,7 +76,7 @@ class FlowformerPreTrainedModel(PreTrainedModel):
 
 
 class FlowformerModel(FlowformerPreTrainedModel):
-    """The layers of `flowformer.models.FlowformerLM`, which is its `lm`, without a head.
+    """A Flowformer without a head; its layers are a `flowformer.models.FlowformerLM`, the submodule `lm`.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, intermediate_size=32)
     >>> FlowformerModel(config)(torch.tensor([[3, 1, 4]])).last_hidden_state.shape
@@ -109,16 +109,17 @@ class FlowformerModel(FlowformerPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """The tokens after all layers.
+        """Return the hidden states after all layers, (B, N, W).
 
         Args:
-            input_ids or inputs_embeds: (B, N) integers or (B, N, W).
-            attention_mask: (B, past + N), 0 where there is padding, on either side.
-            position_ids: (B, N); None counts the tokens of each sequence. Where they start over and there is no mask,
-                another sequence begins, as `DataCollatorWithFlattening` packs them.
-            past_key_values: of the call before, or `DynamicCache(config=model.config)`.
-            use_cache: whether to return the states; None is config.use_cache, but not in training and not packed.
-            cu_seq_lens_q: (R + 1,), the bounds of sequences packed one after another.
+            input_ids or inputs_embeds: (B, N) token ids, or (B, N, W).
+            attention_mask: (B, past + N), 0 at padding, on either side.
+            position_ids: (B, N); None counts the tokens of each sequence. Without a mask and a cache, positions that
+                restart mark packed sequences, as `DataCollatorWithFlattening` makes them.
+            past_key_values: the cache returned by the previous call, or `DynamicCache(config=model.config)`.
+            use_cache: whether to return a cache; None is config.use_cache in eval mode, and False in training, for
+                packed sequences and for bidirectional models.
+            cu_seq_lens_q: (R + 1,), the bounds of packed sequences.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds.")
@@ -154,6 +155,7 @@ class FlowformerModel(FlowformerPreTrainedModel):
         )
 
     def _cache(self, cache: Cache | None, use_cache: bool | None, batch: int) -> Cache | None:
+        """Check the given cache, or create one if it is wanted."""
         if use_cache is None:
             use_cache = self.config.use_cache and self.config.is_causal and not self.training
         if cache is None and not use_cache:
@@ -172,7 +174,7 @@ class FlowformerModel(FlowformerPreTrainedModel):
         return cache
 
     def _mask(self, mask: Tensor, x: Tensor, cache: Cache | None) -> Tensor:
-        """Which of the new tokens take part, (B, N) bool."""
+        """Return the padding mask of the new tokens, (B, N) bool, True at tokens."""
         batch, new = x.shape[:2]
         past = 0 if cache is None else cache.get_seq_length()
         if mask.shape not in ((batch, new), (batch, past + new)):
@@ -183,7 +185,10 @@ class FlowformerModel(FlowformerPreTrainedModel):
         return mask[:, mask.shape[1] - new :].bool()
 
     def _run(self, x, mask, positions, cache, output_hidden_states) -> tuple[Any, list[Any]]:
-        """The layers on embeddings (B, N, W): the normed result, and if asked the input of each layer before it."""
+        """Run the layers on embeddings (B, N, W); return the result after the final norm, and all hidden states.
+
+        The hidden states are the inputs of the layers, if `output_hidden_states`, followed by the result.
+        """
         inputs: list[Tensor] | None = [] if output_hidden_states else None
         states = None
         if cache is not None:
@@ -195,15 +200,20 @@ class FlowformerModel(FlowformerPreTrainedModel):
         return x, [*(inputs or ()), x]
 
     def _new_state(self, x: Tensor) -> FlowState:
-        """The state of sequences (B, N, W) that have not begun; quantised layers have no weights to tell its dtype."""
+        """Return the empty state for embeddings (B, N, W).
+
+        Its dtype follows from x, since quantised layers have no floating-point weights.
+        """
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         heads = self.config.num_attention_heads
         sizes, variant = (len(x), heads, self.config.hidden_size // heads), FlowVariant(**self.config.variant)
         return FlowState.empty(*sizes, variant=variant, device=x.device, dtype=dtype)
 
     def _run_packed(self, x: Tensor, cu_seqlens: Tensor, positions, output_hidden_states) -> tuple[Any, list[Any]]:
-        """`_run` on packed sequences, each padded to a row of its own for the layers."""
-        rows = PaddedSequences.all(cu_seqlens, int(cu_seqlens.diff().max()))
+        """`_run` on packed sequences: each becomes a padded row."""
+        count, longest = x.shape[:2].numel(), int(cu_seqlens.diff().max())
+        check_bounds(count, count, (cu_seqlens, cu_seqlens, longest, longest), self.config.is_causal)
+        rows = PaddedSequences.all(cu_seqlens, longest)
         positions = None if positions is None else positions.flatten()[rows.tokens]
         padded = x.flatten(0, 1)[rows.tokens]
         padded, hidden_states = self._run(padded, rows.mask, positions, None, output_hidden_states)
@@ -216,7 +226,7 @@ class FlowformerModel(FlowformerPreTrainedModel):
 
 
 class _WithLMHead(FlowformerPreTrainedModel):
-    """A `FlowformerModel` and a map to the vocabulary, which is tied to its embedding."""
+    """A `FlowformerModel` with a language-model head, whose weight is tied to the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012
 
@@ -227,7 +237,7 @@ class _WithLMHead(FlowformerPreTrainedModel):
         self.post_init()
 
     def _score(self, x: Tensor, labels: Tensor | None, **kwargs) -> tuple[Any, Any]:
-        """The loss, None without labels, and the logits."""
+        """Return the loss (None without labels) and the logits of hidden states (B, N, W)."""
         logits = self.lm_head(x)
         if labels is None:
             return None, logits
@@ -235,7 +245,7 @@ class _WithLMHead(FlowformerPreTrainedModel):
 
 
 class FlowformerForCausalLM(_WithLMHead, GenerationMixin):
-    """A language model whose every token costs the same to generate, whatever came before.
+    """A language model that generates each token at a constant cost, whatever the length of the text.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, intermediate_size=32)
     >>> FlowformerForCausalLM(config).eval().generate(torch.tensor([[3, 1, 4]]), max_new_tokens=5).shape
@@ -260,23 +270,23 @@ class FlowformerForCausalLM(_WithLMHead, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Scores of every word as the next one.
+        """Return the logits of the next token, (B, N, vocab_size).
 
         Args:
-            labels: (B, N), the tokens themselves, -100 where nothing is scored; they are shifted here.
-            logits_to_keep: how many of the last tokens to score, 0 for all, or their indices.
+            labels: (B, N), the input tokens, with -100 at positions that are not scored; shifted inside.
+            logits_to_keep: number of last tokens to score, 0 for all; or their indices.
             All others: as for `FlowformerModel`.
         """
         outputs = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss, logits = self._score(outputs.last_hidden_state[:, kept], labels, **kwargs)
+        scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss, logits = self._score(outputs.last_hidden_state[:, scored], labels, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
 
 
 class FlowformerForMaskedLM(_WithLMHead):
-    """Predicts masked tokens from those on both sides; needs is_causal=False.
+    """A masked language model; needs is_causal=False.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
     >>> FlowformerForMaskedLM(config)(torch.tensor([[3, 1, 4]])).logits.shape
@@ -298,10 +308,10 @@ class FlowformerForMaskedLM(_WithLMHead):
         labels: Tensor | None = None,
         **kwargs,
     ) -> MaskedLMOutput:
-        """Scores of every word in the place of each token.
+        """Return the logits of the token at each position, (B, N, vocab_size).
 
         Args:
-            labels: (B, N), the words that were masked out, -100 where nothing is scored.
+            labels: (B, N), the original tokens at masked positions, -100 elsewhere.
             All others: as for `FlowformerModel`.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
@@ -310,7 +320,7 @@ class FlowformerForMaskedLM(_WithLMHead):
 
 
 class FlowformerForTokenClassification(GenericForTokenClassification, FlowformerPreTrainedModel):
-    """Classifies every token; with is_causal=False from those on both sides of it.
+    """A classifier of tokens; with is_causal=False each token sees both sides.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, num_labels=3, is_causal=False)
     >>> FlowformerForTokenClassification(config)(torch.tensor([[3, 1, 4]])).logits.shape
@@ -319,7 +329,7 @@ class FlowformerForTokenClassification(GenericForTokenClassification, Flowformer
 
 
 class FlowformerForQuestionAnswering(GenericForQuestionAnswering, FlowformerPreTrainedModel):
-    """Scores every token as the first and as the last of an answer; with is_causal=False from both sides of it.
+    """Scores every token as start and end of an answer; with is_causal=False each token sees both sides.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, is_causal=False)
     >>> FlowformerForQuestionAnswering(config)(torch.tensor([[3, 1, 4]])).start_logits.shape
@@ -334,7 +344,7 @@ class FlowformerForQuestionAnswering(GenericForQuestionAnswering, FlowformerPreT
 
 
 class FlowformerForSequenceClassification(FlowformerPreTrainedModel):
-    """Classifies sequences by their last token, or, with is_causal=False, by the mean of their tokens.
+    """A classifier of sequences by their last token, or with is_causal=False by the mean over tokens.
 
     >>> config = FlowformerConfig(vocab_size=11, hidden_size=16, num_attention_heads=2, num_labels=3, is_causal=False)
     >>> FlowformerForSequenceClassification(config)(torch.tensor([[3, 1, 4]])).logits.shape
@@ -356,19 +366,19 @@ class FlowformerForSequenceClassification(FlowformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
-        """The scores of the labels, (B, num_labels).
+        """Return the logits of the classes, (B, num_labels).
 
         Args:
-            attention_mask: (B, N); None is all tokens but config.pad_token_id.
-            labels: (B,) classes, or (B, num_labels) numbers or booleans, as config.problem_type says.
-            All others: as for `FlowformerModel`, but no packed sequences, which would share a label.
+            attention_mask: (B, N); None masks out config.pad_token_id.
+            labels: (B,) classes, or (B, num_labels) numbers or booleans, depending on config.problem_type.
+            All others: as for `FlowformerModel`. Packed sequences are refused: a row has one label.
         """
         if kwargs.get("cu_seq_lens_q") is not None:
             raise ValueError("got packed sequences, but a row has one label. Pass padded rows with attention_mask.")
-        given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
-        if attention_mask is None and given is not None:
+        tokens = input_ids if inputs_embeds is None else inputs_embeds[..., 0]  # (B, N)
+        if attention_mask is None and tokens is not None:
             pad = self.config.pad_token_id if inputs_embeds is None else None
-            attention_mask = torch.ones_like(given, dtype=torch.bool) if pad is None else given != pad
+            attention_mask = torch.ones_like(tokens, dtype=torch.bool) if pad is None else tokens != pad
         outputs = self.model(input_ids, attention_mask, inputs_embeds=inputs_embeds, **{**kwargs, "use_cache": False})
         x, mask = outputs.last_hidden_state, cast(Tensor, attention_mask).bool()
         if self.config.is_causal:
