@@ -46,7 +46,7 @@ FAULTS = [
           "flow = flow.masked_fill(~mask, 0)", "ops/test_laws.py::TestPadding"),
     fault("ops/torch/bidirectional.py", ".abs() > variant.clamp", ".abs() < variant.clamp",
           "ops/test_torch_backend.py"),
-    fault("ops/torch/bidirectional.py", "return n / _at_least_one(m) if variant.rescale else 1", "return 1",
+    fault("ops/torch/flows.py", "return n / at_least_one(m) if variant.rescale else 1", "return 1",
           "ops/test_torch_backend.py"),
     fault("ops/torch/causal_segment.py", "lower, upper = products * ones.tril(), products * ones.triu()",
           "lower, upper = products * ones.tril(1), products * ones.triu()", "ops/test_laws.py::TestCausality"),

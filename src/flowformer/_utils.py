@@ -1,4 +1,5 @@
-"""Helpers for the whole package: hints for misspelt names, argument checks, optional imports, atomic writes.
+"""Helpers for the whole package: hints for misspelt names, argument checks, optional imports, atomic writes,
+progress bars.
 
 This module imports only the standard library, and nothing slow, since `import flowformer` imports it.
 """
@@ -13,7 +14,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from numbers import Integral
 from pathlib import Path
@@ -175,6 +176,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
+
+
+def rounds(count: int, name: str, verbose: bool) -> Iterable[int]:
+    """Return range(count), with a progress bar if verbose and rich is installed."""
+    if verbose:
+        with suppress(ImportError):
+            from rich.progress import track
+
+            return track(range(count), description=name)
+    return range(count)
 
 
 def git_commit() -> str:

@@ -153,6 +153,20 @@ def test_timms_weights_of_another_size_and_head(tmp_path):
 
 
 @torch.no_grad()
+def test_timms_square_grid_of_as_many_cells_is_interpolated():
+    options = {"patch_size": 8, "embed_dim": 12, "num_heads": 3, "depth": 3}
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, **options)
+    model = timm.create_model("deit_tiny_flow_patch16_224", img_size=(16, 64), **options)
+    expected = timm.layers.resample_abs_pos_embed(theirs.pos_embed, (2, 8), (4, 4), antialias=False)[0]
+    model.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(model.positions.weight, expected)
+    # its own weights are of its own grid
+    again = timm.create_model("deit_tiny_flow_patch16_224", img_size=(16, 64), **options)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.positions.weight, model.positions.weight)
+
+
+@torch.no_grad()
 def test_what_has_no_place_is_not_dropped():
     theirs = timm.create_model("deit3_small_patch16_224", img_size=32, patch_size=8, embed_dim=12, num_heads=3, depth=3)
     with pytest.raises(RuntimeError, match=r"blocks.0.ls1.gamma"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import runpy
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, assert_like_gradients, oracle
@@ -324,6 +327,37 @@ def test_the_two_classes_do_not_load_each_other(tmp_path):
     build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="FlowformerClassifier, not a FlowformerPairClassifier"):
         FlowformerPairClassifier.from_pretrained(tmp_path)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_interrupted_save_leaves_the_old_files_and_nothing_else(tmp_path, monkeypatch):
+    build().save_pretrained(tmp_path)
+    old = contents(tmp_path)
+
+    def interrupted(model, path):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors.torch, "save_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(replace(SMALL, dropout=0.2), seed=1).save_pretrained(tmp_path)
+    assert contents(tmp_path) == old
+
+
+def test_a_full_disk_leaves_the_old_files_and_nothing_else(tmp_path):
+    """A limit on the size of files stops the write in the middle, as a full disk does."""
+    build().save_pretrained(tmp_path)
+    old, limits = contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old["model.safetensors"]) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"model.safetensors could not be written: .*File too large"):
+            build(replace(SMALL, dropout=0.2), seed=1).save_pretrained(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == old
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -209,6 +209,35 @@ def test_padded_batch_is_its_parts(side):
     torch.testing.assert_close(gradients(loss, model), gradients(expected, model), rtol=1e-10, atol=1e-10)
 
 
+@SIDES
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["returns", "states", "actions"])
+@pytest.mark.parametrize("attention", ["flow", "softmax"])
+def test_nan_in_the_padding_changes_nothing(attention, part, side):
+    model = randomized(replace(SMALL, attention=attention, predict_all=True))
+    trajectory, mask = trajectories(), padding(side, [7, 3, 0], 7)
+    damaged = [x.clone() for x in trajectory]
+    damaged[part][~mask] = torch.nan
+    results = []
+    for each in (trajectory, damaged):
+        predictions, loss = model(*each, mask), model.loss(*each, mask)
+        total = loss + sum(x[mask].square().sum() for x in predictions)
+        results.append([loss, *(x[mask] for x in predictions), *gradients(total, model)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@SIDES
+def test_nan_in_the_padding_of_a_model_with_discrete_actions_changes_nothing(side):
+    model = randomized(DISCRETE)
+    (returns, states, _, timesteps), mask = trajectories(), padding(side, [7, 3, 0], 7)
+    choices = torch.randint(DISCRETE.action_dim, mask.shape)
+    damaged = (x.masked_fill(~mask.view(3, 7, *[1] * (x.dim() - 2)), torch.nan) for x in (returns, states))
+    results = []
+    for each in ((returns, states, choices), (*damaged, choices.masked_fill(~mask, -1))):
+        loss = model.loss(*each, timesteps, mask)
+        results.append([loss, *gradients(loss, model)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_loss_of_no_steps_is_zero():
     assert randomized(SMALL).loss(*trajectories(), torch.zeros(3, 7, dtype=torch.bool)) == 0
 

@@ -213,6 +213,20 @@ def test_compiled_model_is_the_same():
     torch.testing.assert_close(compiled(tokens, mask), model(tokens, mask), rtol=1e-12, atol=1e-12)
 
 
+@STYLES
+@SIDES
+def test_nan_in_the_padding_of_embeddings_changes_nothing(side, config):
+    model = randomized(config)
+    mask = padding(side, [7, 3, 0], 7)
+    embeddings = model.embedding(random_tokens(3, 7)).detach()
+    parameters = list(model.decoder.parameters())
+    results = []
+    for each in (embeddings, embeddings.masked_fill(~mask[..., None], torch.nan)):
+        hidden = model.run_layers(each, mask)[0][mask]
+        results.append([hidden, *torch.autograd.grad(hidden.square().sum(), parameters)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @SIDES
 @STYLES
 def test_padded_batch_is_its_parts(config, side):

@@ -305,10 +305,17 @@ def test_recording_goes_on_after_an_inner_block():
     assert [maps.competition.shape[0] for maps in inner + outer] == [2, 1]
 
 
-def test_maps_are_not_recorded_with_a_state():
-    attention = FlowAttention(12, 3, is_causal=True)
-    with record_maps(attention), pytest.raises(NotImplementedError, match="maps of a sequence with a state"):
-        attention(torch.randn(2, 5, 12), state=attention.new_state(2))
+def test_maps_that_are_not_recorded():
+    attention, x = FlowAttention(12, 3, is_causal=True), torch.randn(1, 5, 12)
+    with record_maps(attention) as maps:
+        with pytest.raises(NotImplementedError, match="maps of a sequence with a state"):
+            attention(x, state=attention.new_state(1))
+        with pytest.raises(NotImplementedError, match="maps of packed sequences"):
+            attention(x, cu_seqlens=torch.tensor([0, 2, 5]))
+        attention.group = object()
+        with pytest.raises(NotImplementedError, match="maps of a sequence cut over ranks"):
+            attention(x)
+    assert not maps
 
 
 def test_recording_a_model_without_flows_is_an_error():

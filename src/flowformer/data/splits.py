@@ -125,15 +125,30 @@ def collate(items: Sequence[Mapping[str, Any]], length: int | None = None) -> di
         if key not in MASKS:
             batch[key] = torch.stack(column)
             continue
-        lengths = torch.tensor([len(x) for x in column])
-        longest = max(int(lengths.max()), length or 0)
-        if int(lengths.min()) == longest:
-            batch[key] = torch.stack(column)
-            continue
-        padded = pad_sequence(column, batch_first=True)
-        if padded.shape[1] < longest:
-            missing = padded.new_zeros(len(column), longest - padded.shape[1], *padded.shape[2:])
-            padded = torch.cat((padded, missing), 1)
-        batch[key] = padded
-        batch[MASKS[key]] = torch.arange(longest) < lengths[:, None]  # (B, N)
+        batch[key], mask = pad(column, length=length)
+        if mask is not None:
+            batch[MASKS[key]] = mask
     return batch
+
+
+def pad(
+    sequences: Sequence[Tensor], device: torch.device | None = None, *, length: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Pad sequences (N_i, ...) at the end with zeros to a batch (B, N, ...) on the device.
+
+    Also return the mask (B, N) bool, True = takes part; None if no sequence is padded.
+
+    Args:
+        device: None leaves the batch on the device of the sequences.
+        length: minimum of N; None pads to the longest sequence.
+    """
+    lengths = torch.tensor([len(x) for x in sequences])
+    longest = max(int(lengths.max()), length or 0)
+    if int(lengths.min()) == longest:
+        return torch.stack(list(sequences)).to(device), None
+    padded = pad_sequence(list(sequences), batch_first=True)
+    if padded.shape[1] < longest:
+        missing = padded.new_zeros(len(sequences), longest - padded.shape[1], *padded.shape[2:])
+        padded = torch.cat((padded, missing), 1)
+    mask = torch.arange(longest) < lengths[:, None]
+    return padded.to(device), mask.to(device)

@@ -6,7 +6,7 @@ Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from .._utils import check_positive, moved
+from .._utils import check_positive, moved, rounds
+from ..data.splits import pad
 from ..models import FlowformerTimeSeries, TimeSeriesConfig
 
 try:
@@ -361,13 +361,6 @@ def _mean_and_scale(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(0), np.where(values.max(0) > values.min(0), values.std(0), 1.0)
 
 
-def pad(series: Series, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Pad series (N_i, C) to a batch (B, N, C); also return the mask (B, N), True = a step, or None without padding."""
-    lengths = torch.tensor([len(each) for each in series])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return pad_sequence(series, batch_first=True).to(device), None if mask.all() else mask.to(device)
-
-
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
     """Set the number of torch's CPU threads inside the block."""
@@ -377,13 +370,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def rounds(count: int, name: str, verbose: bool) -> Iterable[int]:
-    """Return range(count), with a progress bar if verbose and rich is installed."""
-    if verbose:
-        with suppress(ImportError):
-            from rich.progress import track
-
-            return track(range(count), description=name)
-    return range(count)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._utils import optional_import, read_json, suggestion, write_atomically
+from .._utils import atomic_file, optional_import, read_json, suggestion, write_atomically
 from ..nn import record_maps
 from ..nn.attention import is_recording
 from ..ops import FlowMaps, FlowVariant
@@ -41,18 +41,23 @@ class FlowModel(nn.Module):
         self.gradient_checkpointing = False
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors to a folder, which is created if missing."""
+        """Write config.json and model.safetensors to a folder, which is created if missing.
+
+        If the write fails or is interrupted, older files of these names are kept.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model": type(self).__name__, **dataclasses.asdict(self.config)}
         if options := self._options():
             config["options"] = options
-        write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         safetensors = optional_import("safetensors.torch", "hf")
-        try:
-            safetensors.save_model(self, str(folder / WEIGHTS_FILE))
-        except optional_import("safetensors", "hf").SafetensorError as error:
-            raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}.") from error
+        with atomic_file(folder / WEIGHTS_FILE, "wb") as file:
+            try:
+                safetensors.save_model(self, file.name)
+            except optional_import("safetensors", "hf").SafetensorError as error:
+                raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}.") from error
+            # after the weights, the large file, so that a full disk leaves the old config with the old weights
+            write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:

@@ -201,7 +201,8 @@ class FlowformerDecision(FlowModel):
             returns_to_go: (B, T).
             states, actions: (B, T, S) and (B, T, A), or with discrete actions (B, T) integers.
             timesteps: (B, T) integers, index of each step in its episode; None counts the unmasked steps from 0.
-            mask: (B, T) bool, True = a step; padding may be on either side.
+            mask: (B, T) bool, True = a step; padding may be on either side. Returns, states and actions of masked steps
+                may hold any values, also NaN and invalid choices.
             return_maps: also return the flow maps of each layer, for 3 T tokens.
 
         Returns: Predictions, and with return_maps a list of FlowMaps.
@@ -209,8 +210,7 @@ class FlowformerDecision(FlowModel):
         if return_maps:
             return self._with_maps(returns_to_go, states, actions, timesteps, mask)
         self._check(returns_to_go, states, actions, mask)
-        if self.config.discrete_actions and mask is not None:
-            actions = actions.masked_fill(~mask, 0)  # padding may hold an invalid choice, which `_one_hot` rejects
+        returns_to_go, states, actions = (_zero_padding(x, mask) for x in (returns_to_go, states, actions))
         if timesteps is None:
             timesteps = token_positions(torch.ones_like(returns_to_go, dtype=torch.bool) if mask is None else mask)
         x = self._embed(returns_to_go, states, actions, timesteps.repeat_interleave(3, 1))
@@ -235,9 +235,9 @@ class FlowformerDecision(FlowModel):
         The loss is 0 if all steps are masked. Args: as for `forward`.
         """
         predicted = self(returns_to_go, states, actions, timesteps, mask).action
+        actions = _zero_padding(actions, mask)
         if self.config.discrete_actions:
-            target = actions.long() if mask is None else actions.long().masked_fill(~mask, 0)
-            error = F.cross_entropy(predicted.mT, target, reduction="none")[..., None]  # (B, T, 1)
+            error = F.cross_entropy(predicted.mT, actions.long(), reduction="none")[..., None]  # (B, T, 1)
         else:
             error = (predicted - actions).square()  # (B, T, A)
         if mask is None:
@@ -378,3 +378,8 @@ class FlowformerDecision(FlowModel):
             )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != steps):
             raise ValueError(f"the mask must be bool of shape {steps}, got {mask.dtype} {tuple(mask.shape)}.")
+
+
+def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, T) or (B, T, …) with 0 in masked steps, where NaN would make gradients NaN: 0 · NaN is NaN."""
+    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)

@@ -347,13 +347,16 @@ class FlowformerLM(FlowModel):
         """Run everything between the embedding and the head: embedding scale, positions, dropout, layers, last norm.
 
         Args:
-            x: (B, N, W), embedded tokens.
+            x: (B, N, W), embedded tokens. Padding may hold any values, also NaN.
             mask, states: as for `forward`.
             positions: (B, N); None counts the tokens of each sequence, including those already in the states.
             inputs: list to which the input of each layer, (B, N, W), is appended.
 
         Returns: the hidden states that the head reads, (B, N, W); and the states after the last token, or None.
         """
+        if mask is not None:
+            # NaN in the padding would make gradients NaN: 0 · NaN is NaN
+            x = x.masked_fill(~mask[..., None], 0)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.embed_dim)
         if positions is None and (mask is not None or states is not None or self.group is not None):

@@ -240,30 +240,35 @@ class FlowAttention(ProjectedAttention):
         has no unmasked source, the result is the bias of the output projection.
         """
         check_packed(query, (key, value, query_mask, key_mask, state), cu_seqlens, max_seqlen)
-        if cu_seqlens is not None:
-            return self._attend_packed(query, cu_seqlens, max_seqlen)
         if state is not None and not self.is_causal:
             raise ValueError("got a state, which only causal attention has. Build FlowAttention with is_causal=True.")
+        if self._recorded is not None:
+            self._check_recordable(state, cu_seqlens)
+        if cu_seqlens is not None:
+            return self._attend_packed(query, cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if self.rotary is not None:
             q, k = self._rotated(q, k, query, key, key_mask, state)
         shared: dict[str, Any] = {"key_mask": key_mask, **self._attention_options()}
         if state is not None:
-            if self._recorded is not None:
-                raise NotImplementedError("the maps of a sequence with a state are not recorded; pass all its tokens.")
             result, state = flow_attention_recurrent(q, k, v, state, **shared)
             return self._merge_heads(result), state
         options = {"is_causal": self.is_causal, "query_mask": query_mask, **shared}
         if self._recorded is not None:
-            if self.group is not None:
-                raise NotImplementedError("the maps of a sequence cut over ranks are not recorded; use one rank.")
             map_options = {name: option for name, option in options.items() if name != "group"}
             self._recorded.append(flow_maps(q, k, **map_options))
         return self._merge_heads(flow_attention(q, k, v, **options))
 
-    def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        if self._recorded is not None:
+    def _check_recordable(self, state: FlowState | None, cu_seqlens: Tensor | None) -> None:
+        """Raise if the maps of a call with these arguments cannot be recorded."""
+        if cu_seqlens is not None:
             raise NotImplementedError("the maps of packed sequences are not recorded; pad, and pass a mask.")
+        if state is not None:
+            raise NotImplementedError("the maps of a sequence with a state are not recorded; pass all its tokens.")
+        if self.group is not None:
+            raise NotImplementedError("the maps of a sequence cut over ranks are not recorded; use one rank.")
+
+    def _attend_packed(self, query: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         q, k, v, *_ = self._project(query, None, None, None, None)
         if self.rotary is not None:
             token = torch.arange(query.shape[1], device=query.device)

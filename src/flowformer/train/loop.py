@@ -339,12 +339,7 @@ class Trainer:
                 whole = tasks.Objective(self.task.build(self.config), self.task, self.config)
             # Clone, since an uneven shard is a view of a larger tensor, which would be saved as a whole.
             whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
-            temporary = self.folder / f".{name}.part"
-            whole.model.save_pretrained(temporary)
-            (self.folder / name).mkdir(exist_ok=True)
-            for path in temporary.iterdir():
-                path.replace(self.folder / name / path.name)
-            temporary.rmdir()
+            whole.model.save_pretrained(self.folder / name)
 
     def _read_model(self, name: str) -> None:
         self.accelerator.wait_for_everyone()

@@ -32,12 +32,14 @@ def convert(weights: dict[str, Tensor], model: _TimmModel) -> dict[str, Tensor]:
 
     Weights of timm's ViT and DeiT fill all of a `deit_*_flow` model. In the hierarchical model they fill only the stem,
     that is the first patch embedding and the positions, which must have the same width; load them with strict=False.
-    Unknown names are kept. A grid of positions with another number of cells is assumed to be square.
+    Unknown names are kept. Weights do not state their grid of positions: a square number of cells is assumed to be a
+    square grid, except in weights with our names and as many cells as `model`, which are of its own grid.
     """
-    if "pos_embed" in weights and "patch_embed.proj.weight" in weights:
+    is_timm = "pos_embed" in weights and "patch_embed.proj.weight" in weights
+    if is_timm:
         weights = _convert_stem(weights, model) if isinstance(model, FlowformerVision) else _convert_deit(weights)
     name, leading = "positions.weight", model.positions.leading
-    if name in weights and weights[name].shape[0] != model.positions.weight.shape[0]:
+    if name in weights and (is_timm or weights[name].shape[0] != model.positions.weight.shape[0]):
         cells = weights[name].shape[0] - leading
         side = math.isqrt(max(cells, 0))
         if side**2 == cells:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..common import Inputs, Masks, Options, empty_result, sum_dtype, valid_values, without_autocast
 from ..library import differentiate
-from ..torch.bidirectional import MIN_BLOCKS, _add_outer, _dot, _flow, _weighted_sum
+from ..torch.bidirectional import MIN_BLOCKS
 from ..torch.features import feature_gradient, features
+from ..torch.flows import add_outer, at_least_one, dot, length_ratio, token_flows, weighted_sum
 from ..torch.gates import competing_flow, gate
 from ..torch.head_blocks import HeadBlock, empty_gradients, head_blocks
 from ..variant import FlowVariant
@@ -123,19 +124,19 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
         q, k = part.sinks(block), part.sources(block)
         key_sum, query_sum = block.sinks(sums).unbind(1)
         inverse_in, inverse_out = (
-            _flow(x, total, variant).reciprocal_() for x, total in ((q, key_sum), (k, query_sum))
+            token_flows(x, total, variant).reciprocal_() for x, total in ((q, key_sum), (k, query_sum))
         )
         block.write_sinks(inverse_incoming, inverse_in)
         block.write_sinks(inverse_outgoing, inverse_out)
-        conserved = [_weighted_sum(inverse_out, k), _weighted_sum(inverse_in, q)]
+        conserved = [weighted_sum(inverse_out, k), weighted_sum(inverse_in, q)]
         block.write_sinks(conserved_sums, torch.stack(conserved, 1))
     conserved_sums = exchange.total(conserved_sums)
 
     conserved_incoming, conserved_outgoing = part.sink_numbers(), part.source_numbers()
     for block in part.blocks():
         conserved_key_sum, conserved_query_sum = block.sinks(conserved_sums).unbind(1)
-        block.write_sinks(conserved_incoming, _flow(part.sinks(block), conserved_key_sum, variant))
-        block.write_sinks(conserved_outgoing, _flow(part.sources(block), conserved_query_sum, variant))
+        block.write_sinks(conserved_incoming, token_flows(part.sinks(block), conserved_key_sum, variant))
+        block.write_sinks(conserved_outgoing, token_flows(part.sources(block), conserved_query_sum, variant))
     bounded, log_outgoing = _log_sum(competing_flow(conserved_outgoing, variant), part.key_mask)
     conserved_incoming, log_incoming = _log_sum(conserved_incoming, part.query_mask)
 
@@ -163,7 +164,7 @@ def _forward(part: Part, exchange: Exchange) -> tuple[Tensor, Flows]:
     if variant.allocation == "softmax":
         allocation = (conserved_incoming - merged[..., 1, None]).exp() * (n if variant.rescale else 1)
     else:
-        allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation)
+        allocation = gate(conserved_incoming * length_ratio(n, m, variant), variant.allocation)
     allocation = _valid(allocation, part.query_mask)
 
     result = empty_result(part.query, part.value.shape[3])
@@ -209,7 +210,7 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         grad_outgoing = grad_outgoing.masked_fill(f.conserved_outgoing.abs() > variant.clamp, 0)
     match variant.allocation:
         case "sigmoid":
-            grad_incoming = alpha_dalpha * (1 - f.allocation) * _length_ratio(n, m, variant)
+            grad_incoming = alpha_dalpha * (1 - f.allocation) * length_ratio(n, m, variant)
         case "softmax":
             grad_incoming = alpha_dalpha - f.allocation * (sum_alpha_dalpha / _softmax_factor(n, variant))
         case "none":
@@ -219,8 +220,8 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
     conserved_grads = part.vectors()
     for block in part.blocks():
         rows = [
-            _weighted_sum(block.sinks(grad_incoming), part.sinks(block), eps),
-            _weighted_sum(block.sinks(grad_outgoing), part.sources(block), eps),
+            weighted_sum(block.sinks(grad_incoming), part.sinks(block), eps),
+            weighted_sum(block.sinks(grad_outgoing), part.sources(block), eps),
         ]
         block.write_sinks(conserved_grads, torch.stack(rows, 1))
     conserved_grads = exchange.total(conserved_grads)
@@ -229,11 +230,11 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         q, k = part.sinks(block), part.sources(block)
         inverse_in, inverse_out = block.sinks(f.inverse_incoming), block.sinks(f.inverse_outgoing)
         grad_conserved_key_sum, grad_conserved_query_sum = block.sinks(conserved_grads).unbind(1)
-        grad_in = -(block.sinks(alpha_dalpha) + _dot(q, grad_conserved_query_sum) * inverse_in) * inverse_in
-        grad_out = -_dot(k, grad_conserved_key_sum) * inverse_out * inverse_out
+        grad_in = -(block.sinks(alpha_dalpha) + dot(q, grad_conserved_query_sum) * inverse_in) * inverse_in
+        grad_out = -dot(k, grad_conserved_key_sum) * inverse_out * inverse_out
         block.write_sinks(flow_in, grad_in)
         block.write_sinks(flow_out, grad_out)
-        rows = [_weighted_sum(grad_in, q, eps), _weighted_sum(grad_out, k, eps)]
+        rows = [weighted_sum(grad_in, q, eps), weighted_sum(grad_out, k, eps)]
         block.write_sinks(sum_grads, torch.stack(rows, 1))
     sum_grads = exchange.total(sum_grads)
 
@@ -248,11 +249,11 @@ def _backward(grad: Tensor, part: Part, f: Flows, exchange: Exchange) -> tuple[T
         columns = [block.sinks(x) for x in (grad_incoming, f.inverse_incoming, flow_in)]
         grad_q = _received_grad(grad, received, part, block) @ block.sinks(f.memory).mT
         rows = [conserved_key_sum + eps, grad_conserved_query_sum, key_sum + eps, grad_query_sum]
-        _add_outer(grad_q, [*columns, torch.ones_like(columns[0])], rows)
+        add_outer(grad_q, [*columns, torch.ones_like(columns[0])], rows)
         columns = [block.sinks(x) for x in (grad_outgoing, f.inverse_outgoing, flow_out)]
         grad_k = (part.values(block) * competition) @ memory_grad.mT
         rows = [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum]
-        _add_outer(grad_k, [*columns, torch.ones_like(columns[0])], rows)
+        add_outer(grad_k, [*columns, torch.ones_like(columns[0])], rows)
         block.write_sinks(grad_query, feature_gradient(grad_q, q, part.options))
         block.write_sources(grad_key, feature_gradient(grad_k, k, part.options))
         block.write_sources(grad_value, (k @ memory_grad) * competition)
@@ -277,8 +278,4 @@ def _valid(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _softmax_factor(count: Tensor, variant: FlowVariant) -> Tensor | int:
-    return count.clamp_min(1) if variant.rescale else 1
-
-
-def _length_ratio(n: Tensor, m: Tensor, variant: FlowVariant) -> Tensor | int:
-    return n / m.clamp_min(1) if variant.rescale else 1
+    return at_least_one(count) if variant.rescale else 1

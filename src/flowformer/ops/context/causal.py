@@ -6,15 +6,15 @@ a state are those of `FlowState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..common import Inputs, Mask, Options, State, sum_dtype, without_autocast
+from ..common import Inputs, Mask, Options, Powers, State, sum_dtype, without_autocast
 from ..library import differentiate
 from ..reference import repeat_heads
 from ..state import empty_state, num_sums
@@ -55,89 +55,138 @@ def attend(
         result, end = attend(padded, mask, state, options, exchange, with_end, recurrent)
         return result[:, :, :0], end
     first = empty_state(query, value, variant) if state is None else state
-    lowest = torch.finfo(first[0].dtype).min
-    dim = query.shape[3]
-    key_heads = key.shape[1]
-
-    def split_heads(x: Tensor) -> tuple[Tensor, ...]:
-        """Split (B, H or H_kv, ...) into groups of heads; query heads stay with the key head that they share."""
-        groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
-        return groups
-
-    queries, keys, values = map(split_heads, (query, key, value))
-    # values do not enter the flows
-    no_values = [torch.zeros_like(v[..., :1]) for v in values]
-    powers = [None for _ in keys] if options.powers is None else split_heads(options.powers)
-
-    def before(x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
-        """start plus the sum of x over earlier ranks, and start plus the sum over all ranks."""
-        prefix, total = _Before.apply(x, exchange, with_end, constants)
-        return start + prefix, start + total
-
-    def run(
-        values: Sequence[Tensor], sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The results of each group of heads, and the state of all heads after the last token."""
-        changed = replace(variant, **changes)
-        sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
-        parts = zip(*map(split_heads, (torch.stack(sums, -2), memory, scalars)), strict=True)
-        outputs = [
-            recurrent(q, k, v, mask, part, Options(options.scale, changed, power if changed.renormalize else None))
-            for q, k, v, part, power in zip(queries, keys, values, parts, powers, strict=True)
-        ]
-        results, ends = zip(*outputs, strict=True)
-        return list(results), [torch.cat(x, 1) for x in zip(*ends, strict=True)]
-
-    def feature_sum(heads: Sequence[Tensor]) -> Tensor:
-        return torch.cat([_FeatureSum.apply(x, mask, options) for x in heads], 1)
-
+    part = Part.of(inputs, mask, options, exchange, with_end, recurrent)
     with without_autocast(query):
-        key_sum, query_sum = repeat_heads(query, feature_sum(keys)), feature_sum(queries)
-        tokens = query.shape[2] if mask is None else mask.sum(-1)[:, None, None]
-        count = torch.zeros_like(key_sum[..., :1]) + tokens
-        local = torch.cat([key_sum, query_sum, count], -1)
-        start = torch.cat([first[0][..., :2, :].flatten(2), first[2][..., :1].detach()], -1)
-        flow_sums, end_flow_sums = (x.split([dim, dim, 1], -1) for x in before(local, start, constants=1))
-        sums, count = list(flow_sums[:2]), flow_sums[2].detach()
-
-        no_memory = torch.zeros_like(first[1][..., :1])
-        empty_scalars = torch.cat([count, count.new_full((*count.shape[:-1], 2), lowest)], -1)
-        plain = {"competition": "none", "allocation": "none", "renormalize": False}
-        _, (local, *_) = run(no_values, sums, no_memory, empty_scalars, **plain)
-        conserved, end_conserved = before(local[..., 2:, :], first[0][..., 2:4, :])
+        (*sums, count), (*end_sums, end_count) = _flow_sums(part, first)
+        conserved, end_conserved = _conserved_sums(part, first, sums, count)
         sums += conserved.unbind(-2)
-
-        logs = end_logs = torch.where(first[2][..., :1] > 0, first[2][..., 1:], lowest)
-        # the logarithms that the variant uses: log Σ exp(Ô), log Σ exp(Î)
-        used = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
-        if "softmax" in (variant.competition, variant.allocation):
-            _, (*_, local) = run(no_values, sums, no_memory, empty_scalars)
-            merged = _LogBefore.apply(local[..., 1:][..., used], logs[..., used], exchange, with_end)
-            logs, end_logs = (torch.cat([logs[..., : used.start], x, logs[..., used.stop :]], -1) for x in merged)
+        end_sums += end_conserved.unbind(-2)
+        logs, end_logs = _log_sums(part, first, sums, count, end_count)
         scalars = torch.cat([count, logs], -1)
-        _, (end_sums, local, _) = run(values, sums, torch.zeros_like(first[1]), scalars, allocation="none")
-        start = first[1]
-        if variant.renormalize:  # Σ c k as one more column of S
-            local, start = (
-                torch.cat([x, row[..., 4, :, None]], -1) for x, row in ((local, end_sums), (start, first[0]))
-            )
-        memory, end_memory = before(local, start)
+        memory, end_memory = _memory(part, first, sums, scalars)
         if variant.renormalize:
             memory, competing = _without_last(memory)
             end_memory, end_competing = _without_last(end_memory)
             sums.append(competing)
-        result = torch.cat(run(values, sums, memory, scalars)[0], 1)
+            end_sums.append(end_competing)
+        result = torch.cat(part.run(part.values, sums, memory, scalars)[0], 1)
         if not with_end:
             return result, ()
-        end_sums = torch.cat([torch.stack(end_flow_sums[:2], -2), end_conserved], -2)
-        if variant.renormalize:
-            end_sums = torch.cat([end_sums, end_competing[..., None, :]], -2)
-        count = end_flow_sums[2].detach()
-        end_logs = torch.where(count > 0, end_logs, -torch.inf)
-        # a logarithm that the variant does not use stays unchanged
-        first_logs = first[2][..., 1:]
-        end_logs = torch.cat([first_logs[..., : used.start], end_logs[..., used], first_logs[..., used.stop :]], -1)
-        return result, (end_sums, end_memory, torch.cat([count, end_logs], -1))
+        return result, (torch.stack(end_sums, -2), end_memory, torch.cat([end_count, end_logs], -1))
+
+
+class Part(NamedTuple):
+    """This rank's inputs in groups of heads, with methods that run the backend and exchange sums with other ranks."""
+
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    powers: Sequence[Powers]
+    key_heads: int  # H_kv
+    mask: Mask
+    options: Options
+    exchange: Exchange
+    with_end: bool
+    recurrent: Recurrent
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, mask: Mask, options: Options, exchange: Exchange, with_end: bool, recurrent: Recurrent
+    ) -> Part:
+        key_heads = inputs[1].shape[1]
+        # split once: a split for each level would add up gradients of all heads instead of one group
+        queries, keys, values = (_head_groups(x, key_heads) for x in inputs)
+        powers = [None] * len(keys) if options.powers is None else _head_groups(options.powers, key_heads)
+        return cls(queries, keys, values, powers, key_heads, mask, options, exchange, with_end, recurrent)
+
+    def feature_sum(self, groups: Sequence[Tensor]) -> Tensor:
+        return torch.cat([_FeatureSum.apply(x, self.mask, self.options) for x in groups], 1)
+
+    def before(self, x: Tensor, start: Tensor, constants: int = 0) -> tuple[Tensor, Tensor]:
+        """start plus the sum of x over earlier ranks, and start plus the sum over all ranks."""
+        prefix, total = _Before.apply(x, self.exchange, self.with_end, constants)
+        return start + prefix, start + total
+
+    def run(
+        self, values: Sequence[Tensor], sums: list[Tensor], memory: Tensor, scalars: Tensor, **changes: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the backend from a state, with changes of the variant.
+
+        Returns: the results of each group of heads, and the state of all heads after the last token.
+        """
+        changed = replace(self.options.variant, **changes)
+        sums = [*sums, *[torch.zeros_like(sums[0])] * (num_sums(changed) - len(sums))]
+        states = zip(*(_head_groups(x, self.key_heads) for x in (torch.stack(sums, -2), memory, scalars)), strict=True)
+        groups = zip(self.queries, self.keys, values, states, self.powers, strict=True)
+        outputs = [
+            self.recurrent(
+                q, k, v, self.mask, state, Options(self.options.scale, changed, power if changed.renormalize else None)
+            )
+            for q, k, v, state, power in groups
+        ]
+        results, ends = zip(*outputs, strict=True)
+        return list(results), [torch.cat(x, 1) for x in zip(*ends, strict=True)]
+
+    def run_flows(self, sums: list[Tensor], count: Tensor, **changes: Any) -> list[Tensor]:
+        """The state after the last token, from empty logarithms, without the memory: values do not enter the flows."""
+        no_values = [torch.zeros_like(v[..., :1]) for v in self.values]
+        no_memory = torch.zeros_like(sums[0])[..., None]
+        no_logs = count.new_full((*count.shape[:-1], 2), torch.finfo(count.dtype).min)
+        return self.run(no_values, sums, no_memory, torch.cat([count, no_logs], -1), **changes)[1]
+
+
+def _flow_sums(part: Part, first: State) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Σk, Σq and the number of tokens, before this rank's tokens and after those of all ranks."""
+    tokens, dim = part.queries[0].shape[2:]
+    key_sum, query_sum = part.feature_sum(part.keys), part.feature_sum(part.queries)
+    key_sum = repeat_heads(query_sum, key_sum)
+    count = torch.zeros_like(key_sum[..., :1]) + (tokens if part.mask is None else part.mask.sum(-1)[:, None, None])
+    local = torch.cat([key_sum, query_sum, count], -1)
+    start = torch.cat([first[0][..., :2, :].flatten(2), first[2][..., :1].detach()], -1)
+    for totals in part.before(local, start, constants=1):
+        key_sum, query_sum, count = totals.split([dim, dim, 1], -1)
+        yield key_sum, query_sum, count.detach()
+
+
+def _conserved_sums(part: Part, first: State, sums: list[Tensor], count: Tensor) -> tuple[Tensor, Tensor]:
+    """Σk/O and Σq/I, (B, H, 2, D), before this rank's tokens and after those of all ranks."""
+    local, *_ = part.run_flows(sums, count, competition="none", allocation="none", renormalize=False)
+    return part.before(local[..., 2:, :], first[0][..., 2:4, :])
+
+
+def _log_sums(part: Part, first: State, sums: list[Tensor], count: Tensor, end_count: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp(Ô) and log Σ exp(Î), (B, H, 2), before this rank's tokens and after those of all ranks.
+
+    A logarithm that the variant does not use stays that of the first state.
+    """
+    variant, first_logs = part.options.variant, first[2][..., 1:]
+    used = slice(int(variant.competition != "softmax"), 1 + int(variant.allocation == "softmax"))
+    start = torch.where(first[2][..., :1] > 0, first_logs, torch.finfo(first_logs.dtype).min)
+    before = end = start[..., used]
+    if "softmax" in (variant.competition, variant.allocation):
+        *_, local = part.run_flows(sums, count)
+        before, end = _LogBefore.apply(local[..., 1:][..., used], before, part.exchange, part.with_end)
+    end = torch.where(end_count > 0, end, -torch.inf)
+    logs, end_logs = (
+        torch.cat([others[..., : used.start], x, others[..., used.stop :]], -1)
+        for others, x in ((start, before), (first_logs, end))
+    )
+    return logs, end_logs
+
+
+def _memory(part: Part, first: State, sums: list[Tensor], scalars: Tensor) -> tuple[Tensor, Tensor]:
+    """S before this rank's tokens and after those of all ranks, with Σ c k as last column if it is renormalised."""
+    start = first[1]
+    _, (end_sums, local, _) = part.run(part.values, sums, torch.zeros_like(start), scalars, allocation="none")
+    if part.options.variant.renormalize:
+        local, start = (torch.cat([x, row[..., 4, :, None]], -1) for x, row in ((local, end_sums), (start, first[0])))
+    return part.before(local, start)
+
+
+def _head_groups(x: Tensor, key_heads: int) -> tuple[Tensor, ...]:
+    """Split (B, H or H_kv, ...) into groups of heads; query heads stay with the key head that they share."""
+    groups: tuple[Tensor, ...] = x.split(-(-key_heads // HEAD_GROUPS) * (x.shape[1] // key_heads), 1)
+    return groups
 
 
 def _without_last(memory: Tensor) -> tuple[Tensor, Tensor]:

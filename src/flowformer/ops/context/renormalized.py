@@ -12,9 +12,10 @@ from torch import Tensor
 from ..common import Inputs, Masks, Options, valid_values, without_autocast
 from ..reference import repeat_heads
 from ..torch.features import features
+from ..torch.flows import length_ratio
 from ..torch.gates import competing_flow, gate, split_powers
 from ..variant import FlowVariant
-from .bidirectional import _length_ratio, _valid
+from .bidirectional import _valid
 from .causal import _Before, _LogBefore
 from .exchange import Exchange
 
@@ -54,7 +55,7 @@ def attend(inputs: Inputs, masks: Masks, options: Options, exchange: Exchange) -
         if variant.allocation == "softmax":
             allocation = _softmax(conserved_incoming, sinks, exchange) * (n if variant.rescale else 1)
         else:
-            allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation, gamma)
+            allocation = gate(conserved_incoming * length_ratio(n, m, variant), variant.allocation, gamma)
         competing = k * _valid(competition, key_mask)[..., None]
         # Σ c k as one more column of S
         memory = total(torch.cat([competing.mT @ v, competing.sum(-2)[..., None]], -1))

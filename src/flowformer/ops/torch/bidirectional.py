@@ -19,6 +19,7 @@ from torch import Tensor
 from ..common import Mask, Masks, Options, empty_result, sum_dtype, valid_values
 from ..variant import FlowVariant
 from .features import feature_gradient, features
+from .flows import add_outer, at_least_one, dot, length_ratio, token_flows, weighted_sum
 from .gates import competing_flow, gate, split_powers
 from .head_blocks import empty_gradients, head_blocks, one_block
 
@@ -135,12 +136,12 @@ def _block_forward(
     k = features(key, key_mask, options, scratch(1, *key.shape))
     n, m = _count(query_mask, q), _count(key_mask, k)
     key_sum, query_sum = k.sum(-2), q.sum(-2)
-    inverse_incoming = _flow(q, key_sum, variant).reciprocal_()
-    inverse_outgoing = _flow(k, query_sum, variant).reciprocal_()
-    conserved_key_sum = _weighted_sum(inverse_outgoing, k)
-    conserved_query_sum = _weighted_sum(inverse_incoming, q)
-    conserved_incoming = _flow(q, conserved_key_sum, variant)
-    conserved_outgoing = _flow(k, conserved_query_sum, variant)
+    inverse_incoming = token_flows(q, key_sum, variant).reciprocal_()
+    inverse_outgoing = token_flows(k, query_sum, variant).reciprocal_()
+    conserved_key_sum = weighted_sum(inverse_outgoing, k)
+    conserved_query_sum = weighted_sum(inverse_incoming, q)
+    conserved_incoming = token_flows(q, conserved_key_sum, variant)
+    conserved_outgoing = token_flows(k, conserved_query_sum, variant)
 
     tau, gamma = split_powers(powers, axes=1)
     bounded = competing_flow(conserved_outgoing, variant, tau)
@@ -155,7 +156,7 @@ def _block_forward(
     if variant.allocation == "softmax":
         allocation = _softmax(conserved_incoming, query_mask, n if variant.rescale else 1)
     else:
-        allocation = gate(conserved_incoming * _length_ratio(n, m, variant), variant.allocation, gamma)
+        allocation = gate(conserved_incoming * length_ratio(n, m, variant), variant.allocation, gamma)
     if key_mask is not None:
         competition = competition.masked_fill(~key_mask, 0)
     if query_mask is not None:
@@ -167,7 +168,7 @@ def _block_forward(
     result = torch.bmm(q, memory, out=scratch(3, *q.shape[:2], value.shape[-1]))
     received = allocation * inverse_incoming
     if variant.renormalize:
-        received = allocation / _flow(q, _weighted_sum(competition, k), variant)
+        received = allocation / token_flows(q, weighted_sum(competition, k), variant)
     result = torch.mul(result, received[..., None], out=out)
     sums = torch.stack([key_sum, query_sum, conserved_key_sum, conserved_query_sum], -2)
     return result, Flows(inverse_incoming, inverse_outgoing, allocation, competition, sums, memory)
@@ -205,23 +206,23 @@ def _block_backward(
     grad_conserved_incoming = _allocation_gradient(alpha_dalpha, f.allocation, n, m, variant)
     grad_conserved_outgoing = _competition_gradient(c_dc, f.competition, m, variant)
     if variant.clamp is not None:
-        outside = _flow(k, conserved_query_sum, variant).abs() > variant.clamp
+        outside = token_flows(k, conserved_query_sum, variant).abs() > variant.clamp
         grad_conserved_outgoing = grad_conserved_outgoing.masked_fill(outside, 0)
 
     # through the conserved flows, then through the flows that they are computed from
-    grad_conserved_key_sum = _weighted_sum(grad_conserved_incoming, q, eps)
-    grad_conserved_query_sum = _weighted_sum(grad_conserved_outgoing, k, eps)
-    grad_outgoing = -_dot(k, grad_conserved_key_sum) * f.inverse_outgoing * f.inverse_outgoing
-    grad_incoming = -(alpha_dalpha + _dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
-    grad_query_sum = _weighted_sum(grad_outgoing, k, eps)
-    grad_key_sum = _weighted_sum(grad_incoming, q, eps)
+    grad_conserved_key_sum = weighted_sum(grad_conserved_incoming, q, eps)
+    grad_conserved_query_sum = weighted_sum(grad_conserved_outgoing, k, eps)
+    grad_outgoing = -dot(k, grad_conserved_key_sum) * f.inverse_outgoing * f.inverse_outgoing
+    grad_incoming = -(alpha_dalpha + dot(q, grad_conserved_query_sum) * f.inverse_incoming) * f.inverse_incoming
+    grad_query_sum = weighted_sum(grad_outgoing, k, eps)
+    grad_key_sum = weighted_sum(grad_incoming, q, eps)
 
-    _add_outer(
+    add_outer(
         grad_q,
         [grad_conserved_incoming, f.inverse_incoming, grad_incoming, torch.ones_like(alpha_dalpha)],
         [conserved_key_sum + eps, grad_conserved_query_sum, key_sum + eps, grad_query_sum],
     )
-    _add_outer(
+    add_outer(
         grad_k,
         [grad_conserved_outgoing, f.inverse_outgoing, grad_outgoing, torch.ones_like(c_dc)],
         [conserved_query_sum + eps, grad_conserved_key_sum, query_sum + eps, grad_key_sum],
@@ -247,7 +248,7 @@ def _allocation_gradient(
     """dÎ, from α dα."""
     match variant.allocation:
         case "sigmoid":
-            return alpha_dalpha * (1 - allocation) * _length_ratio(n, m, variant)
+            return alpha_dalpha * (1 - allocation) * length_ratio(n, m, variant)
         case "softmax":
             return _softmax_gradient(alpha_dalpha, allocation, n if variant.rescale else 1)
         case "none":
@@ -262,39 +263,8 @@ def _softmax(flow: Tensor, mask: Mask, factor: Tensor | int) -> Tensor:
 
 def _softmax_gradient(weighted: Tensor, share: Tensor, factor: Tensor | int) -> Tensor:
     """The gradient of x from share · d share, where share = factor · softmax(x)."""
-    return weighted - share * (weighted.sum(-1, keepdim=True) / _at_least_one(factor))
-
-
-def _flow(x: Tensor, total: Tensor, variant: FlowVariant) -> Tensor:
-    """(x + ε)·(total + ε) + ε', without storing x + ε."""
-    total = total + variant.eps
-    flow = _dot(x, total).add_(total.sum(-1, keepdim=True), alpha=variant.eps)
-    return flow.add_(variant.flow_eps) if variant.flow_eps else flow
-
-
-def _dot(x: Tensor, vector: Tensor) -> Tensor:
-    # row times matrix: for matrix times column, torch's bmm runs the heads one after another, seven times slower
-    return torch.bmm(vector[:, None], x.mT)[:, 0]
-
-
-def _weighted_sum(weight: Tensor, x: Tensor, eps: float = 0.0) -> Tensor:
-    """Σ weight (x + ε), (G, D)."""
-    total = torch.bmm(weight[:, None], x)[:, 0]
-    return total.add_(weight.sum(-1, keepdim=True), alpha=eps) if eps else total
-
-
-def _add_outer(x: Tensor, columns: list[Tensor], rows: list[Tensor]) -> None:
-    """x += Σ column rowᵀ, as one narrow matrix product."""
-    x.baddbmm_(torch.stack(columns, -2).mT, torch.stack(rows, -2))
+    return weighted - share * (weighted.sum(-1, keepdim=True) / at_least_one(factor))
 
 
 def _count(mask: Mask, x: Tensor) -> Tensor | int:
     return x.shape[-2] if mask is None else mask.sum(-1, keepdim=True).to(x.dtype)
-
-
-def _at_least_one(count: Tensor | int) -> Tensor | int:
-    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
-
-
-def _length_ratio(n: Tensor | int, m: Tensor | int, variant: FlowVariant) -> Tensor | float:
-    return n / _at_least_one(m) if variant.rescale else 1

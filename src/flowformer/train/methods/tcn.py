@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._utils import check_positive, optional_import
-from ...integrations.aeon import BaseClassifier, NetworkEstimator, check_random_state, pad, rounds
+from ..._utils import check_positive, optional_import, rounds
+from ...data.splits import pad
+from ...integrations.aeon import BaseClassifier, NetworkEstimator
 
 SLOPE = 0.01  # negative slope of the leaky ReLUs
 
@@ -164,7 +165,7 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
     def _fit(self, X: Iterable[np.ndarray], y: np.ndarray) -> TCNClassifier:
         check_positive(n_steps=self.n_steps, batch_size=self.batch_size, n_negatives=self.n_negatives)
         series = self._prepare(X)
-        random = check_random_state(self.random_state)
+        random = optional_import("sklearn.utils", "ts").check_random_state(self.random_state)
         with self._seeded(random):
             encoder = TemporalEncoder(
                 len(self.channel_mean_),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..._utils import optional_import
-from ...integrations.aeon import BaseClassifier, check_random_state
+from ...integrations.aeon import BaseClassifier
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -41,12 +41,13 @@ class XGBoostClassifier(BaseClassifier):
         super().__init__()
 
     def _fit(self, X: np.ndarray, y: np.ndarray) -> XGBoostClassifier:
+        random = optional_import("sklearn.utils", "ts").check_random_state(self.random_state)
         self.trees_ = optional_import("xgboost", "ts").XGBClassifier(
             n_estimators=self.n_estimators,
             max_depth=self.max_depth,
             learning_rate=self.learning_rate,
             n_jobs=self.n_jobs,
-            random_state=check_random_state(self.random_state).randint(np.iinfo(np.int32).max),
+            random_state=random.randint(np.iinfo(np.int32).max),
         )
         self.trees_.fit(X.reshape(len(X), -1), np.searchsorted(self.classes_, y))
         return self
