@@ -93,6 +93,22 @@ class TestOverride:
         with pytest.raises(ValueError, match=message):
             override(TEXT, [assignment])
 
+    def test_an_image_size_is_one_side_or_two(self):
+        config = recipes.get("cifar10")
+        assert override(config, ["image_size=64"]).model.image_size == 64
+        for text in ("32,64", "(32,64)"):
+            pair = override(config, [f"model.image_size={text}"])
+            assert pair.model.image_size == (32, 64)
+            assert configs.from_dict(configs.to_dict(pair)) == pair
+        for wrong, message in (
+            ("32,", r"image_size must be one side, or height and width, got \(32,\)"),
+            ("32,32,3", r"one side, or height and width, got \(32, 32, 3\)"),
+            ("32,x", "image_size must be a whole number, got 'x'"),
+            ("x", "image_size must be a whole number, got 'x'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                override(config, [f"image_size={wrong}"])
+
     def test_what_the_data_decide_is_no_key(self):
         """An override of it would be replaced without a word."""
         decided = {name for task in tasks.TASKS.values() for name in task.sizes}

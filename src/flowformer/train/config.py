@@ -311,8 +311,8 @@ def _parse(text: str, hint: Any, key: str) -> Any:
     if origin in (Union, types.UnionType):
         if types.NoneType in args and text.lower() == "none":
             return None
-        hint = next(each for each in args if each is not types.NoneType)
-        return _parse(text, hint, key)
+        single, *pair = (each for each in args if each is not types.NoneType)
+        return _parse(text, pair[0] if pair and "," in text else single, key)  # image_size is a side, or two
     if origin is Literal:
         if text not in args:
             raise ValueError(f"{key} cannot be {text!r}{suggestion(text, args)}; accepted: {', '.join(args)}.")
@@ -324,7 +324,7 @@ def _parse(text: str, hint: Any, key: str) -> Any:
     try:
         return _BOOLEANS[text.lower()] if hint is bool else hint(text)
     except (ValueError, KeyError):
-        raise ValueError(f"{key} must be {_KINDS.get(hint, hint)}, got {text!r}.") from None
+        raise ValueError(f"{key} must be {KINDS.get(hint, hint)}, got {text!r}.") from None
 
 
 # names that other trainers use for our keys
@@ -353,4 +353,4 @@ _SYNONYMS = {
     "d_model": "model.embed_dim",
 }
 _BOOLEANS = {"true": True, "false": False}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
