@@ -336,6 +336,29 @@ class TestCommand:
         assert json.loads(flowformer(*arguments, "n_estimators=1"))["attention"] == "xgboost"
 
     @pytest.mark.parametrize(
+        ("method", "wrong", "message"),
+        [
+            ("xgboost", "n_estimators=abc", "n_estimators must be a whole number or null, got 'abc'"),
+            ("xgboost", "learning_rate=true", "learning_rate must be a number or null, got True"),
+            ("lstm", "early_stopping=1", "early_stopping must be true or false, got 1"),
+            ("lstm", "n_epochs=1.5", "n_epochs must be a whole number, got 1.5"),
+            ("rocket", "n_kernels=many", "n_kernels must be a whole number, got 'many'"),
+            ("dtw", "distance_params=1", "distance_params must be an object or null, got 1"),
+            ("dtw", "weights=3", "weights must be a text, got 3"),
+        ],
+    )
+    def test_a_value_of_another_type_writes_nothing(self, tmp_path, method, wrong, message):
+        folder = tmp_path / "run"
+        assert message in flowformer("fit", "uea/JapaneseVowels", method, wrong, "--out", folder, fails=True)
+        assert not (folder / "config.json").exists()
+
+    def test_a_fit_that_failed_does_not_take_the_folder(self, tmp_path):
+        arguments = ("fit", "uea/JapaneseVowels", "xgboost", "--out", tmp_path / "run", "--json")
+        assert "learning_rate" in flowformer(*arguments, "learning_rate=-1", fails=True)
+        result = json.loads(flowformer(*arguments, "n_estimators=1", "learning_rate=1"))
+        assert result["attention"] == "xgboost", "a whole number is a number"
+
+    @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["uea/JapaneseVowels", "rockt"], "did you mean 'rocket'"),

@@ -360,6 +360,20 @@ class TestCommand:
         assert "options.steps=2 options.batch_size=8" in table
         assert "<br>paper" not in table, "it is not what the paper describes"
 
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ("batch_size=big", "batch_size must be a whole number, got 'big'"),
+            ("best=all", "best must be a number, got 'all'"),
+            ("steps=0", "steps must be a positive whole number, got 0"),
+        ],
+    )
+    def test_a_wrong_value_does_not_take_the_folder(self, folder, wrong, message):
+        arguments = ("fit", "d4rl/hopper-medium", "bc", "partial=true", "final_episodes=1", "--data", folder)
+        failed = CliRunner().invoke(app, [str(each) for each in (*arguments, wrong, "--out", folder / "run")])
+        assert message in " ".join(failed.output.split())
+        assert not (folder / "run" / "config.json").exists()
+
     def test_decision_transformer_is_the_recipe(self, folder):
         options = (
             "steps=1",

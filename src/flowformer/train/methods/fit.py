@@ -12,18 +12,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ... import data
-from ..._utils import check_between, check_choice, check_options, write_atomically
+from ..._utils import check_between, check_choice, check_options, is_whole, write_atomically
 from ...data import Splits
 from .. import recipes, tasks
 from ..claims import claimed
-from ..config import MAX_SEED, TrainConfig, override
+from ..config import KINDS, MAX_SEED, TrainConfig, override
 from ..loop import CONFIG, RESULT, Report
 from ..loop import train as train_recipe
 from ..record import RunLog, peak_memory, provenance, write_provenance
@@ -33,6 +34,7 @@ _NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
 # the key of the method in config.json; it must not change, since folders are named after a digest of that file
 _METHOD_KEY = "rival"
+_JSON_KINDS = {**KINDS, dict: "an object", NoneType: "null"}
 _FOLDER_TAKEN = "{} has a run already. Choose another folder."
 
 
@@ -163,6 +165,9 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
         else:
             scores, facts = _play(config, splits, log, report)
         log.write({"kind": "eval", "split": "test", "step": steps or 0, **scores})
+    except Exception:
+        config_file.unlink()  # a fit that failed does not reserve the folder, unlike one that was interrupted
+        raise
     finally:
         log.close()
     result = {
@@ -183,17 +188,33 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
 
 
 def _check_options(config: MethodConfig) -> None:
-    """Raise unless the method has all options, before a config.json is written that would reserve the folder."""
+    """Raise unless the method has all options and their values are of the declared types."""
     if config.task == "series":
         from .classifiers import classifier_options
 
-        accepted: list[str] | None = classifier_options(config.method)
+        accepted: dict[str, Any] | None = classifier_options(config.method)
     else:
         from .policies import policy_options
 
         accepted = policy_options(config.method)
     if accepted is not None:
         check_options(config.method, config.options, accepted)
+        for option, value in config.options.items():
+            _check_kind(option, value, accepted[option])
+
+
+def _check_kind(option: str, value: Any, hint: Any) -> None:
+    """Raise unless a JSON value is of the type that an option declares. A type that JSON does not have is not checked.
+
+    Args:
+        hint: the type, or a union of types.
+    """
+    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [each for each in alternatives if each in _JSON_KINDS]
+    given = int if is_whole(value) else type(value)
+    if kinds and given not in kinds and not (given is int and float in kinds):
+        accepted = " or ".join(_JSON_KINDS[each] for each in kinds)
+        raise ValueError(f"{option} must be {accepted}, got {value!r}.")
 
 
 def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
