@@ -18,7 +18,7 @@ from .._utils import atomic_file, check_choice, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
-from .config import TrainConfig, from_dict, keys, load, override
+from .config import KINDS, TrainConfig, from_dict, keys, load, override
 from .engine import Share, build_accelerator
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
@@ -71,6 +71,9 @@ _NUMBERS = (
     "peak_memory_mib",
 )
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
+_KINDS = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}  # of the columns that are not text
+_REQUIRED = ("recipe", "attention", "seed", "metric", "final", "best", "best_chosen_on")
+_SELECTED_ON = ("valid", "test", "nothing")
 # fields of a config in which runs of the same experiment may differ
 _SAME_EXPERIMENT = (
     "seed",
@@ -212,12 +215,26 @@ def _multiply_adds(config: TrainConfig) -> int | None:
 
 
 def _typed(row: Row) -> Row:
-    """Convert the numeric columns from text. Missing numbers become None, other missing values an empty text."""
-    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}
-    return {
-        name: (None if value in (None, "") else kinds[name](value)) if name in kinds else "" if value is None else value
-        for name, value in row.items()
-    }
+    """Convert the numeric columns from text. Missing numbers become None, other missing values an empty text.
+
+    Raises a ValueError that names the column of a required value that is missing, or of one that is not accepted.
+    """
+    return {name: _typed_value(name, "" if value is None else value) for name, value in row.items()}
+
+
+def _typed_value(name: str, value: Any) -> Any:
+    if value == "" and name not in _REQUIRED:
+        return None if name in _KINDS else ""
+    kind = _KINDS.get(name, str)
+    try:
+        typed = kind(value)
+    except ValueError:
+        typed = ""
+    is_selection = name == "best_chosen_on"
+    if typed == "" or (is_selection and typed not in _SELECTED_ON):
+        accepted = ", ".join(_SELECTED_ON) if is_selection else KINDS[kind]
+        raise ValueError(f"column {name} is {repr(value) if value else 'empty'}; accepted: {accepted}")
+    return typed
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -228,18 +245,23 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets write a byte order mark
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
-            raise ValueError(f"{path} is no table of results: it lacks {', '.join(sorted(missing))}.")
+            raise ValueError(
+                f"{path} is no table of results: it lacks {', '.join(sorted(missing))}. Accepted: a results.csv of "
+                "flowformer results --out, with all of its columns."
+            )
         for row in reader:
             try:
                 if None in row or None in row.values():
-                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns")
+                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns, as the first line has")
                 yield _typed({name: row[name] for name in _COLUMNS})
             except ValueError as error:
-                raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
+                raise ValueError(
+                    f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."
+                ) from error
 
 
 def evaluate_run(
