@@ -20,8 +20,9 @@ from flowformer import __version__
 from flowformer.cli import app
 from flowformer.cli.app import command as registered
 from flowformer.train import demo, paper, recipes, results
-from flowformer.train.config import override, to_dict
+from flowformer.train.config import to_dict
 from flowformer.train.methods import fit
+from flowformer.train.overrides import override
 from flowformer.train.recipes import names
 from flowformer.train.results import comparable_score
 

@@ -36,6 +36,7 @@ MOVED = {
     "flowformer.integrations.aeon.FlowformerRegressor": "flowformer.integrations.aeon.FlowformerTimeSeriesRegressor",
     "flowformer.integrations.timm.FlowAttention": "flowformer.integrations.timm.TimmFlowAttention",
     "flowformer.nn.sinks_apart": "flowformer.nn.independent_sinks",
+    **{f"flowformer.train.config.{name}": f"flowformer.train.overrides.{name}" for name in ("keys", "override")},
     **{
         f"flowformer.integrations.timm.{model}": f"flowformer.integrations.timm.flowformer.{model}"
         for model in (

@@ -13,7 +13,8 @@ import pytest
 from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
-from flowformer.train.config import TrainConfig, override, to_dict
+from flowformer.train.config import TrainConfig, to_dict
+from flowformer.train.overrides import override
 from flowformer.train.results import collect, differences, draw_speeds, write_csv
 
 FACTS = {

@@ -75,7 +75,8 @@ def train(
     parallel=fsdp each holds a shard of the model, with parallel=context a part of each sequence.
     """
     from ..train import loop, recipes
-    from ..train.config import override, to_dict
+    from ..train.config import to_dict
+    from ..train.overrides import override
     from ..train.record import is_main
 
     name = recipe + recipes.PUBLISHED if as_published and not recipe.endswith(recipes.PUBLISHED) else recipe

@@ -18,11 +18,12 @@ from .._utils import atomic_file, check_choice, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes, tasks
-from .config import KINDS, TrainConfig, from_dict, keys, load, override
+from .config import TrainConfig, from_dict, load
 from .engine import Share, build_accelerator
 from .evaluation import dataset_size, evaluate, padded_length
 from .loop import CONFIG, RESULT
 from .methods.fit import method_of
+from .overrides import KINDS, keys, override
 from .paper import paper_score, percent
 from .record import PROVENANCE
 

@@ -24,9 +24,10 @@ from ..._utils import check_between, check_choice, check_options, is_whole, writ
 from ...data import Splits
 from .. import recipes, tasks
 from ..claims import claimed
-from ..config import KINDS, MAX_SEED, TrainConfig, override
+from ..config import MAX_SEED, TrainConfig
 from ..loop import CONFIG, RESULT, Report
 from ..loop import train as train_recipe
+from ..overrides import KINDS, override
 from ..record import RunLog, peak_memory, provenance, write_provenance
 
 METHODS = {"series": ("dtw", "rocket", "xgboost", "lstm", "tcn"), "decision": ("bc", "awac", "dt")}
