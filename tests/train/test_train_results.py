@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
 from flowformer.train.config import TrainConfig, to_dict
+from flowformer.train.figures import draw_speeds
 from flowformer.train.overrides import override
-from flowformer.train.results import collect, differences, draw_speeds, write_csv
+from flowformer.train.results import collect, differences, write_csv
 
 FACTS = {
     "data": "some",
@@ -359,6 +361,19 @@ class TestCollect:
         path.write_text(json.dumps(result))
         with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read: column seed is empty"):
             collect([vowels])
+
+    def test_a_table_is_read_without_the_packages_of_training(self):
+        path = ROOT / "results/reproduce-cpu.csv"
+        code = f"""if True:
+            import sys
+            from pathlib import Path
+            from flowformer.train import summary
+            from flowformer.train.results import collect
+            assert summary.markdown(collect([Path({str(path)!r})]))
+            print(sorted({{"accelerate", "matplotlib", "torchmetrics"}} & set(sys.modules)))
+        """
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert printed == "[]\n"
 
     def test_half_a_run_is_no_result(self, vowels):
         rows = collect([vowels])

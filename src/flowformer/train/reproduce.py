@@ -28,8 +28,9 @@ import torch
 from .. import data
 from .._utils import check_positive, cores, write_atomically
 from . import checkpoints, claims, tables
-from .loop import RESULT, Interrupted, stop_requests
-from .methods.fit import METHODS
+from .loop import Interrupted, stop_requests
+from .methods.config import METHODS
+from .record import RESULT
 from .tables import Cell
 
 LOG = "worker.log"

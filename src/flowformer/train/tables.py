@@ -13,7 +13,7 @@ from typing import Literal
 from .._utils import check_choice
 from . import recipes
 from .config import TrainConfig
-from .methods.fit import METHODS, MethodConfig, configure
+from .methods.config import METHODS, MethodConfig, configure
 from .overrides import override
 from .paper import Figure, paper_average, paper_figure
 
