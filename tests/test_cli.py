@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 from flowformer import __version__
 from flowformer.cli import app
 from flowformer.cli.app import command as registered
-from flowformer.train import demo, paper, recipes, results
-from flowformer.train.config import override, to_dict
-from flowformer.train.methods import fit
+from flowformer.train import demo, evaluation, paper, recipes
+from flowformer.train.config import to_dict
+from flowformer.train.methods.config import configure
+from flowformer.train.overrides import override
 from flowformer.train.recipes import names
 from flowformer.train.results import comparable_score
 
@@ -127,7 +128,7 @@ class TestAfterwards:
     def test_eval_of_episodes(self, monkeypatch):
         """Their scores say what was played, in words."""
         played = {"environment": "Hopper-v4", "episodes": 3, "score": 1.25}
-        monkeypatch.setattr(results, "evaluate_run", lambda *args, **options: played)
+        monkeypatch.setattr(evaluation, "evaluate_run", lambda *args, **options: played)
         output = flowformer("eval", "run")
         for text in ("Hopper-v4", " 3 ", "1.2500"):
             assert text in output
@@ -234,7 +235,7 @@ class TestWords:
 
     def test_a_package_that_is_missing(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "accelerate", None)
-        for module in ("engine", "results"):
+        for module in ("engine", "evaluation"):
             monkeypatch.delitem(sys.modules, f"flowformer.train.{module}")
         assert "pip install 'flowformer[train,ts,hf]'" in flowformer("eval", "run", fails=True)
 
@@ -410,7 +411,7 @@ def test_what_the_documentation_says_is_there(command):
         case ["train", recipe, *overrides]:
             override(recipes.get(recipe), overrides)
         case ["fit" | "rival", recipe, name, *_] if recipe.islower() or "/" in recipe:
-            fit.configure(recipe, name, [], seed=0)
+            configure(recipe, name, [], seed=0)
         case words:
             names = [word for word in words if re.fullmatch("[a-z]+", word)]
             assert "usage" in flowformer(*names, "--help").lower()

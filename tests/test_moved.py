@@ -36,6 +36,13 @@ MOVED = {
     "flowformer.integrations.aeon.FlowformerRegressor": "flowformer.integrations.aeon.FlowformerTimeSeriesRegressor",
     "flowformer.integrations.timm.FlowAttention": "flowformer.integrations.timm.TimmFlowAttention",
     "flowformer.nn.sinks_apart": "flowformer.nn.independent_sinks",
+    **{f"flowformer.train.config.{name}": f"flowformer.train.overrides.{name}" for name in ("keys", "override")},
+    "flowformer.train.methods.fit.configure": f"{METHODS}.config.configure",
+    "flowformer.train.results.evaluate_run": "flowformer.train.evaluation.evaluate_run",
+    **{
+        f"flowformer.train.results.{name}": f"flowformer.train.figures.{name}"
+        for name in ("draw_comparison", "draw_figures", "draw_maps", "draw_speeds")
+    },
     **{
         f"flowformer.integrations.timm.{model}": f"flowformer.integrations.timm.flowformer.{model}"
         for model in (

@@ -12,7 +12,7 @@ from flowformer import baselines, nn
 from flowformer.models import FlowformerLM, LMConfig
 from flowformer.ops.variant import ABLATIONS
 from flowformer.train import recipes
-from flowformer.train.config import override
+from flowformer.train.overrides import override
 
 # SOFT and Reformer have queries for keys, and a Synthesizer looks at fewer still
 UNREAD = {

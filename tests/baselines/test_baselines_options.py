@@ -14,8 +14,9 @@ from flowformer.data import DataInfo, Splits
 from flowformer.data.splits import Columns
 from flowformer.train import config as configs
 from flowformer.train import recipes
-from flowformer.train.config import Optimiser, TrainConfig, override
+from flowformer.train.config import Optimiser, TrainConfig
 from flowformer.train.loop import train
+from flowformer.train.overrides import keys, override
 
 RANDOM = ["bigbird", "performer", "reformer", "rfa", "rfa-gate"]
 SMALL = {"embed_dim": 16, "num_heads": 2}
@@ -93,10 +94,10 @@ class TestOverride:
         assert config.name != override(recipes.get("lra/text"), [f"attention={config.model.attention}"]).name
 
     def test_options_are_keys_with_their_defaults(self):
-        keys = configs.keys(override(recipes.get("lra/text"), ["attention=linformer", "rank=16"]))
-        found = {key: value for key, value in keys.items() if "options" in key and key.startswith("model")}
+        known = keys(override(recipes.get("lra/text"), ["attention=linformer", "rank=16"]))
+        found = {key: value for key, value in known.items() if "options" in key and key.startswith("model")}
         assert found == {"model.attention_options.rank": 16, "model.attention_options.shared": True}
-        assert not any("attention_options" in key for key in configs.keys(recipes.get("lra/text")))
+        assert not any("attention_options" in key for key in keys(recipes.get("lra/text")))
 
     @pytest.mark.parametrize(
         ("assignments", "message"),

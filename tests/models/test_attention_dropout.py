@@ -11,7 +11,7 @@ from flowformer import baselines
 from flowformer.models import DecisionConfig, FlowformerClassifier, FlowformerDecision
 from flowformer.models.classifier import PRESETS
 from flowformer.train import recipes
-from flowformer.train.config import override
+from flowformer.train.overrides import override
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from flowformer.cli import app
 from flowformer.train import paper, recipes
-from flowformer.train.methods import fit
 from flowformer.train.methods.classifiers import classifier, classifiers
+from flowformer.train.methods.config import METHODS, configure
 from flowformer.train.methods.lstm import LSTMClassifier, LSTMNetwork
 from flowformer.train.methods.tcn import CausalConv, TCNClassifier, TemporalEncoder, draw_triplet, triplet_loss
 from flowformer.train.methods.xgboost import XGBoostClassifier
@@ -336,6 +336,29 @@ class TestCommand:
         assert json.loads(flowformer(*arguments, "n_estimators=1"))["attention"] == "xgboost"
 
     @pytest.mark.parametrize(
+        ("method", "wrong", "message"),
+        [
+            ("xgboost", "n_estimators=abc", "n_estimators must be a whole number or null, got 'abc'"),
+            ("xgboost", "learning_rate=true", "learning_rate must be a number or null, got True"),
+            ("lstm", "early_stopping=1", "early_stopping must be true or false, got 1"),
+            ("lstm", "n_epochs=1.5", "n_epochs must be a whole number, got 1.5"),
+            ("rocket", "n_kernels=many", "n_kernels must be a whole number, got 'many'"),
+            ("dtw", "distance_params=1", "distance_params must be an object or null, got 1"),
+            ("dtw", "weights=3", "weights must be a text, got 3"),
+        ],
+    )
+    def test_a_value_of_another_type_writes_nothing(self, tmp_path, method, wrong, message):
+        folder = tmp_path / "run"
+        assert message in flowformer("fit", "uea/JapaneseVowels", method, wrong, "--out", folder, fails=True)
+        assert not (folder / "config.json").exists()
+
+    def test_a_fit_that_failed_does_not_take_the_folder(self, tmp_path):
+        arguments = ("fit", "uea/JapaneseVowels", "xgboost", "--out", tmp_path / "run", "--json")
+        assert "learning_rate" in flowformer(*arguments, "learning_rate=-1", fails=True)
+        result = json.loads(flowformer(*arguments, "n_estimators=1", "learning_rate=1"))
+        assert result["attention"] == "xgboost", "a whole number is a number"
+
+    @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["uea/JapaneseVowels", "rockt"], "did you mean 'rocket'"),
@@ -361,20 +384,20 @@ class TestCommand:
 
     def test_every_config_has_a_folder_of_its_own(self):
         configs = [
-            fit.configure("uea/JapaneseVowels", name, options, seed=seed)
+            configure("uea/JapaneseVowels", name, options, seed=seed)
             for name, options, seed in (("dtw", [], 0), ("rocket", [], 0), ("rocket", ["n_kernels=9"], 0))
         ]
-        configs.append(fit.configure("uea/JapaneseVowels", "rocket", seed=1))
+        configs.append(configure("uea/JapaneseVowels", "rocket", seed=1))
         assert len({config.name for config in configs}) == 4
 
     def test_runs_of_earlier_versions_keep_their_folders(self):
         """A queue finds its finished runs by the names of their folders, which are digests of the config."""
-        config = fit.configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"], seed=1)
+        config = configure("uea/JapaneseVowels", "rocket", ["n_kernels=100"], seed=1)
         assert config.name == "uea/JapaneseVowels/rocket-seed1-f8e4ad41"
-        assert fit.configure("d4rl/hopper-medium", "bc").name == "d4rl/hopper-medium/bc-seed0-735532f3"
+        assert configure("d4rl/hopper-medium", "bc").name == "d4rl/hopper-medium/bc-seed0-735532f3"
 
     def test_methods_are_those_that_can_be_built(self):
-        assert set(fit.METHODS["series"]) == set(classifiers())
+        assert set(METHODS["series"]) == set(classifiers())
 
 
 def test_averages_are_those_of_the_paper():

@@ -23,6 +23,7 @@ from flowformer.train.loop import Interrupted
 from flowformer.train.methods import fit
 from flowformer.train.methods.awac import AWAC, Transitions
 from flowformer.train.methods.behaviour_cloning import BehaviourCloning
+from flowformer.train.methods.config import METHODS
 from flowformer.train.methods.decision_transformer import DecisionTransformer
 from flowformer.train.methods.mlp import MLPConfig, MLPPolicy
 from flowformer.train.methods.policies import policies, policy
@@ -345,7 +346,7 @@ class TestCommand:
         return result.output
 
     def test_methods_are_those_that_can_be_learnt(self):
-        assert set(fit.METHODS["decision"]) == set(policies())
+        assert set(METHODS["decision"]) == set(policies())
 
     @pytest.mark.parametrize("name", ["bc", "awac"])
     def test_a_run_and_what_differs(self, folder, name):
@@ -359,6 +360,20 @@ class TestCommand:
         assert f"| d4rl/hopper-medium | {name} | 0 | score | " in table
         assert "options.steps=2 options.batch_size=8" in table
         assert "<br>paper" not in table, "it is not what the paper describes"
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ("batch_size=big", "batch_size must be a whole number, got 'big'"),
+            ("best=all", "best must be a number, got 'all'"),
+            ("steps=0", "steps must be a positive whole number, got 0"),
+        ],
+    )
+    def test_a_wrong_value_does_not_take_the_folder(self, folder, wrong, message):
+        arguments = ("fit", "d4rl/hopper-medium", "bc", "partial=true", "final_episodes=1", "--data", folder)
+        failed = CliRunner().invoke(app, [str(each) for each in (*arguments, wrong, "--out", folder / "run")])
+        assert message in " ".join(failed.output.split())
+        assert not (folder / "run" / "config.json").exists()
 
     def test_decision_transformer_is_the_recipe(self, folder):
         options = (

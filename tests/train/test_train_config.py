@@ -14,7 +14,8 @@ import torch
 from flowformer import FlowVariant
 from flowformer.train import config as configs
 from flowformer.train import recipes, tasks
-from flowformer.train.config import Schedule, TrainConfig, override
+from flowformer.train.config import Schedule, TrainConfig
+from flowformer.train.overrides import BY_DATA, keys, override
 
 TEXT = recipes.get("lra/text")
 
@@ -48,7 +49,7 @@ class TestOverride:
     )
     def test_values_have_the_type_of_the_field(self, assignment, path, value):
         config = override(replace(TEXT, epochs=1), [assignment.replace("variant.clamp", "model.variant.clamp")])
-        assert configs.keys(config)[path] == value
+        assert keys(config)[path] == value
 
     @pytest.mark.parametrize(
         ("assignment", "message"),
@@ -93,10 +94,26 @@ class TestOverride:
         with pytest.raises(ValueError, match=message):
             override(TEXT, [assignment])
 
+    def test_an_image_size_is_one_side_or_two(self):
+        config = recipes.get("cifar10")
+        assert override(config, ["image_size=64"]).model.image_size == 64
+        for text in ("32,64", "(32,64)"):
+            pair = override(config, [f"model.image_size={text}"])
+            assert pair.model.image_size == (32, 64)
+            assert configs.from_dict(configs.to_dict(pair)) == pair
+        for wrong, message in (
+            ("32,", r"image_size must be one side, or height and width, got \(32,\)"),
+            ("32,32,3", r"one side, or height and width, got \(32, 32, 3\)"),
+            ("32,x", "image_size must be a whole number, got 'x'"),
+            ("x", "image_size must be a whole number, got 'x'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                override(config, [f"image_size={wrong}"])
+
     def test_what_the_data_decide_is_no_key(self):
         """An override of it would be replaced without a word."""
         decided = {name for task in tasks.TASKS.values() for name in task.sizes}
-        assert decided == set(configs.BY_DATA)
+        assert decided == set(BY_DATA)
         assert override(TEXT, ["max_length=7"]).data_options["max_length"] == 7, "the only one left of that name"
 
     @pytest.mark.parametrize("assignments", list(itertools.permutations(["steps=none", "epochs=3", "eval_every=none"])))

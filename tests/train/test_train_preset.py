@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowformer.train import benchmark, config, recipes, tasks
-from flowformer.train.config import override
+from flowformer.train.overrides import override
 
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder"]
 

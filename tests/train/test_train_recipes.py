@@ -14,7 +14,7 @@ from PIL import Image
 from small_data import write_cifar10
 
 from flowformer.train import loop, recipes, record
-from flowformer.train.config import override
+from flowformer.train.overrides import override
 
 SMALL = ["embed_dim=16", "num_heads=2", "mlp_dim=32", "num_layers=1"]
 SMALL_VISION = ["channels=8,16,32,64", "depths=1,1,1,1", "num_heads=2"]

@@ -144,6 +144,19 @@ class TestList:
         together = reproduce.jobs("all", tmp_path, data_dir=tmp_path)
         assert len({job.folder for job in together}) == len(together)
 
+    def test_a_shared_run_is_started_with_its_first_table(self, tmp_path):
+        """The Flowformer of the Long-Range Arena is also in tables of ablations, which come later."""
+        lra, every = (
+            [
+                job.folder
+                for job in reproduce.jobs(table, tmp_path, seeds=1, data_dir=tmp_path)
+                if "flow-seed" in job.folder.name
+            ]
+            for table in ("lra", "all")
+        )
+        first = every.index(lra[0])
+        assert every[first : first + len(lra)] == lra
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,30 @@ def test_batches_are_those_of_collate(name, length):
         for key, x in expected.items():
             assert batch[key].dtype == x.dtype
             assert torch.equal(batch[key], x), key
+
+
+def test_each_split_is_copied_once(tmp_path, monkeypatch):
+    """However often it is evaluated; and the copy goes with the dataset."""
+    copied = []
+
+    class Counted(resident.DeviceColumn):
+        def __init__(self, column, device):
+            copied.append(device)
+            super().__init__(column, device)
+
+    monkeypatch.setattr(resident, "DeviceColumn", Counted)
+    monkeypatch.setattr(resident, "applies", lambda dataset, config, device: True)
+    train_set, test_set = (Columns(**SERIES.train.columns) for _ in range(2))
+    splits = Splits(train_set, None, test_set, SERIES.info)
+    train(replace(CONFIG, steps=8, eval_every=2, select_on="test"), tmp_path, splits=splits)
+    columns = len(SERIES.train.columns)
+    assert len(copied) == 2 * columns, "train and test"
+    list(resident.batches(test_set, [(0, [1])], None, torch.device("meta")))
+    assert len(copied) == 3 * columns, "another device needs another copy"
+    kept = len(resident._copies)
+    del train_set, test_set, splits
+    gc.collect()
+    assert len(resident._copies) == kept - 2
 
 
 def test_what_is_read_in_another_way_stays_where_it_is(monkeypatch):

@@ -7,14 +7,17 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from helpers import ROOT
 
 from flowformer.train import recipes, summary, tables
-from flowformer.train.config import TrainConfig, override, to_dict
-from flowformer.train.results import collect, differences, draw_speeds, write_csv
+from flowformer.train.config import TrainConfig, to_dict
+from flowformer.train.figures import draw_speeds
+from flowformer.train.overrides import override
+from flowformer.train.results import collect, differences, write_csv
 
 FACTS = {
     "data": "some",
@@ -317,8 +320,60 @@ class TestCollect:
         write_csv([{**row, "folder": "x"} for row in collect([vowels])], path)
         header, first, *others = path.read_text().splitlines()
         path.write_text("\n".join([header, first, damage(others[0])]))
-        with pytest.raises(ValueError, match=r"kept\.csv, line 3 is damaged: .* Copy it again"):
+        with pytest.raises(ValueError, match=r"kept\.csv, line 3 is damaged: .* or copy it again"):
             collect([path])
+
+    @pytest.mark.parametrize(
+        ("column", "value", "message"),
+        [
+            ("seed", "", "column seed is empty; accepted: a whole number"),
+            ("seed", "1.5", "column seed is '1.5'; accepted: a whole number"),
+            ("metric", "", "column metric is empty; accepted: a text"),
+            ("recipe", "", "column recipe is empty; accepted: a text"),
+            ("attention", "", "column attention is empty; accepted: a text"),
+            ("final", "", "column final is empty; accepted: a number"),
+            ("best", "good", "column best is 'good'; accepted: a number"),
+            ("steps", "many", "column steps is 'many'; accepted: a whole number"),
+            ("best_chosen_on", "", "column best_chosen_on is empty; accepted: valid, test, nothing"),
+            ("best_chosen_on", "train", "column best_chosen_on is 'train'; accepted: valid, test, nothing"),
+        ],
+    )
+    def test_a_wrong_value_of_a_table_is_named(self, vowels, tmp_path, column, value, message):
+        path = tmp_path / "made.csv"
+        first, second, *_ = collect([vowels])
+        write_csv([first, {**second, column: value}], path)
+        with pytest.raises(ValueError, match=rf"made\.csv, line 3 is damaged: {re.escape(message)}\. Correct it"):
+            collect([path])
+
+    def test_a_table_by_hand_needs_few_values(self, vowels, tmp_path):
+        path = tmp_path / "made.csv"
+        needed = ("recipe", "attention", "seed", "metric", "final", "best", "best_chosen_on")
+        write_csv([{name: row[name] for name in needed} for row in collect([vowels])[:2]], path)
+        path.write_text("\ufeff" + path.read_text())  # the byte order mark that a spreadsheet writes
+        rows = collect([path])
+        assert "uea/JapaneseVowels" in summary.markdown(rows)
+        assert [path.name for path in summary.write(rows, tmp_path / "out")][:2] == ["results.csv", "results.md"]
+
+    def test_a_run_without_a_seed_is_named(self, vowels):
+        path = next(vowels.rglob("result.json"))
+        result = json.loads(path.read_text())
+        del result["seed"]
+        path.write_text(json.dumps(result))
+        with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read: column seed is empty"):
+            collect([vowels])
+
+    def test_a_table_is_read_without_the_packages_of_training(self):
+        path = ROOT / "results/reproduce-cpu.csv"
+        code = f"""if True:
+            import sys
+            from pathlib import Path
+            from flowformer.train import summary
+            from flowformer.train.results import collect
+            assert summary.markdown(collect([Path({str(path)!r})]))
+            print(sorted({{"accelerate", "matplotlib", "torchmetrics"}} & set(sys.modules)))
+        """
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert printed == "[]\n"
 
     def test_half_a_run_is_no_result(self, vowels):
         rows = collect([vowels])

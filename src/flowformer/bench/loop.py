@@ -27,10 +27,11 @@ from torch.utils.data import Subset
 from .. import data
 from ..data import Splits
 from ..train import recipes, tasks
-from ..train.config import TrainConfig, override
+from ..train.config import TrainConfig
 from ..train.evaluation import dataset_size
 from ..train.loop import Trainer
 from ..train.optim import build_optimiser
+from ..train.overrides import override
 from ..train.record import device_name, peak_memory
 
 LOG_EVERY = 10

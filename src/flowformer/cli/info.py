@@ -19,7 +19,8 @@ def list_recipes(
 ) -> None:
     """List the recipes, or show one: what it does, and every key that an override may set."""
     from ..train import recipes
-    from ..train.config import keys, to_dict
+    from ..train.config import to_dict
+    from ..train.overrides import keys
 
     if name is None:
         if as_json:

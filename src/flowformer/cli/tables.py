@@ -52,10 +52,12 @@ def reproduce(
     each run some cells in a folder of its own; [bold]flowformer results[/bold] merges the folders.
     """
     from ..train import reproduce as queue
-    from ..train import results, summary
+    from ..train import summary
+    from ..train.figures import draw_speeds
     from ..train.loop import Interrupted
+    from ..train.results import collect
 
-    folders = [row["folder"] for row in results.collect(known or ())]
+    folders = [row["folder"] for row in collect(known or ())]
     jobs = queue.jobs(
         table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data, finished=folders
     )
@@ -73,12 +75,12 @@ def reproduce(
         errors.print(str(stopped))
         raise typer.Exit(130) from stopped
     finally:
-        rows = results.collect([out, *(known or ())])
+        rows = collect([out, *(known or ())])
         if rows:
             figures = _draw_figures(rows, out / "figures", data)
             speeds = out / "speed" / queue.SPEED
             if speeds.exists():
-                figures |= results.draw_speeds(speeds, out / "figures")
+                figures |= draw_speeds(speeds, out / "figures")
             written = summary.write(rows, out, figures)
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
@@ -92,7 +94,7 @@ def reproduce(
 
 def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
     """Draw the figures and return their paths by caption; print which are left out, and the reason."""
-    from ..train.results import draw_figures
+    from ..train.figures import draw_figures
 
     figures, left_out = draw_figures(rows, folder, data)
     for caption, error in left_out.items():
@@ -181,8 +183,8 @@ def plot(
 ) -> None:
     """Draw the training curves of runs, the maps of a run, a comparison of attentions, or the speeds of a benchmark."""
     from .. import viz
+    from ..train.figures import draw_comparison, draw_maps
     from ..train.record import read_log
-    from ..train.results import draw_comparison, draw_maps
 
     first = runs[0]
     if (len(runs) > 1 and (maps or any(run.suffix == ".csv" for run in runs))) or (maps and compare):

@@ -75,7 +75,8 @@ def train(
     parallel=fsdp each holds a shard of the model, with parallel=context a part of each sequence.
     """
     from ..train import loop, recipes
-    from ..train.config import override, to_dict
+    from ..train.config import to_dict
+    from ..train.overrides import override
     from ..train.record import is_main
 
     name = recipe + recipes.PUBLISHED if as_published and not recipe.endswith(recipes.PUBLISHED) else recipe
@@ -117,8 +118,9 @@ def fit(
     from ..train.config import TrainConfig, to_dict
     from ..train.loop import Interrupted
     from ..train.methods import fit as methods
+    from ..train.methods.config import configure
 
-    config = methods.configure(recipe, method, options or [], seed=seed)
+    config = configure(recipe, method, options or [], seed=seed)
     folder = out or Path("runs") / config.name
     try:
         with progress(as_json) as reporter:
@@ -141,8 +143,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a trained model again."""
+    from ..train.evaluation import evaluate_run
     from ..train.record import is_main
-    from ..train.results import evaluate_run
 
     scores = evaluate_run(run, model=model, split=split, data_dir=data)
     if not is_main():

@@ -30,6 +30,8 @@ class _ImageConfig:
     drop_path: float
 
     def __post_init__(self) -> None:
+        if len(self._sides) != 2:
+            raise ValueError(f"image_size must be one side, or height and width, got {self.image_size}.")
         if self.patch_size < 1 or any(side < 1 or side % self.stride for side in self._sides):
             raise ValueError(
                 f"image_size must be a positive multiple of the side of a token of the last layer, {self.stride} "

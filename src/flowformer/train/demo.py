@@ -12,8 +12,8 @@ from .. import data
 from .._utils import write_atomically
 from . import recipes
 from .config import Schedule, TrainConfig
+from .figures import draw_maps
 from .loop import Report, train
-from .results import draw_maps
 
 ATTENTIONS = ("flow", "softmax")
 FIGURE = "competition.png"

@@ -33,9 +33,8 @@ from .engine import build_accelerator, build_share, check_graphs
 from .evaluation import dataset_size, evaluate, padded_length
 from .graphs import GraphedUpdates, fix_shapes
 from .optim import build_optimiser
-from .record import PROVENANCE, RunLog, is_main, peak_memory, provenance, write_provenance
+from .record import CONFIG, PROVENANCE, RESULT, RunLog, is_main, peak_memory, provenance, write_provenance
 
-CONFIG, RESULT = "config.json", "result.json"
 LAYOUT = ("parallel", "context_parallel_size")  # may change when a run is resumed
 Report = Callable[[dict[str, Any]], None]
 

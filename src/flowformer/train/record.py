@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -12,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 
 from .. import __version__
 from .._utils import git_commit, read_json, write_atomically
 from ..data import DataInfo
 
-LOG, PROVENANCE = "log.jsonl", "provenance.json"
+# files of the folder of a run
+CONFIG, LOG, PROVENANCE, RESULT = "config.json", "log.jsonl", "provenance.json", "result.json"
 
 
 class RunLog:
@@ -86,7 +87,7 @@ def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
+        "accelerate": importlib.metadata.version("accelerate"),
         "flowformer": __version__,
         "commit": git_commit(),
         "command": _command(),

@@ -28,8 +28,9 @@ import torch
 from .. import data
 from .._utils import check_positive, cores, write_atomically
 from . import checkpoints, claims, tables
-from .loop import RESULT, Interrupted, stop_requests
-from .methods.fit import METHODS
+from .loop import Interrupted, stop_requests
+from .methods.config import METHODS
+from .record import RESULT
 from .tables import Cell
 
 LOG = "worker.log"
@@ -139,11 +140,12 @@ def jobs(
         if _matches(cell.name, cells)
         for seed in range(seeds or cell.seeds)
     ]
-    ordered = [job for _, _, job in sorted(prioritised, key=lambda each: each[:2])]
-    unique = {job.folder: job for job in reversed(ordered)}  # two tables may have the same run
+    unique: dict[Path, Job] = {}
+    for _, _, job in sorted(prioritised, key=lambda each: each[:2]):
+        unique.setdefault(job.folder, job)  # a run of two tables is started with the first of them
     # compare paths relative to the folder of a queue, since a run may be from a queue in another folder
     names = {path.parts[-count:] for path in map(Path, finished) for count in range(1, len(path.parts) + 1)}
-    runs = [replace(job, is_known=job.folder.relative_to(out).parts in names) for job in reversed(unique.values())]
+    runs = [replace(job, is_known=job.folder.relative_to(out).parts in names) for job in unique.values()]
     return [*runs, *(job for job in speed if _matches(job.name, cells))]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..data.splits import MASKS, Columns, FlatSequences
 from .config import TrainConfig
 from .tasks import Batch
 
-MAX_BYTES = 4 * 2**30  # size of a dataset; the rest of the GPU memory is for the model
+MAX_BYTES = 4 * 2**30  # size of each split; the rest of the GPU memory is for the model
 
 
 class DeviceColumn:
@@ -89,7 +90,7 @@ def batches(
         order: pairs of number and indices, as from `MicroBatches`.
         length: as in `data.collate`.
     """
-    columns = {key: DeviceColumn(column, device) for key, column in _columns(dataset).items()}
+    columns = _device_columns(dataset, device)
     for _, indices in order:
         chosen, batch = torch.tensor(indices), {}
         for key, column in columns.items():
@@ -97,6 +98,18 @@ def batches(
             if mask is not None:
                 batch[MASKS[key]] = mask
         yield batch
+
+
+# the columns of each dataset on each device, which live as long as the dataset: each evaluation needs the same ones
+_copies: WeakKeyDictionary[Dataset, dict[torch.device, dict[str, DeviceColumn]]] = WeakKeyDictionary()
+
+
+def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, DeviceColumn]:
+    """The columns of a dataset on a device, copied by the first call."""
+    copies = _copies.setdefault(dataset, {})
+    if device not in copies:
+        copies[device] = {key: DeviceColumn(column, device) for key, column in _columns(dataset).items()}
+    return copies[device]
 
 
 def _columns(dataset: Any) -> dict[str, Any]:

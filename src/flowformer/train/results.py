@@ -1,33 +1,26 @@
-"""Results of finished runs: table rows with their provenance, new evaluations of their models, and figures."""
+"""Results of finished runs: rows of a table, with their provenance.
+
+Only a run of images needs more than its files: its model is built, on the meta device, to count its multiply-adds.
+"""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from .. import data
-from .._utils import atomic_file, check_choice, read_json
+from .._utils import atomic_file, moved, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
-from . import recipes, tasks
-from .config import TrainConfig, from_dict, keys, load, override
-from .engine import Share, build_accelerator
-from .evaluation import dataset_size, evaluate, padded_length
-from .loop import CONFIG, RESULT
-from .methods.fit import method_of
+from . import recipes
+from .config import TrainConfig, from_dict
+from .methods.config import method_of
+from .overrides import KINDS, keys, override
 from .paper import paper_score, percent
-from .record import PROVENANCE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .record import CONFIG, PROVENANCE, RESULT
 
 Row = dict[str, Any]
 _COLUMNS = (
@@ -71,6 +64,9 @@ _NUMBERS = (
     "peak_memory_mib",
 )
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
+_KINDS = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}  # of the columns that are not text
+_REQUIRED = ("recipe", "attention", "seed", "metric", "final", "best", "best_chosen_on")
+_SELECTED_ON = ("valid", "test", "nothing")
 # fields of a config in which runs of the same experiment may differ
 _SAME_EXPERIMENT = (
     "seed",
@@ -204,6 +200,8 @@ def _multiply_adds(config: TrainConfig) -> int | None:
     """Multiply-adds for one image; None for other tasks, whose inputs have no fixed length."""
     if config.task != "images":
         return None
+    from . import tasks  # here, since it imports torchmetrics, which imports matplotlib
+
     size = config.model.image_size  # type: ignore[union-attr]  # the task's models have one
     rows, columns = size if isinstance(size, tuple) else (size, size)
     with torch.device("meta"):
@@ -212,12 +210,26 @@ def _multiply_adds(config: TrainConfig) -> int | None:
 
 
 def _typed(row: Row) -> Row:
-    """Convert the numeric columns from text. Missing numbers become None, other missing values an empty text."""
-    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}
-    return {
-        name: (None if value in (None, "") else kinds[name](value)) if name in kinds else "" if value is None else value
-        for name, value in row.items()
-    }
+    """Convert the numeric columns from text. Missing numbers become None, other missing values an empty text.
+
+    Raises a ValueError that names the column of a required value that is missing, or of one that is not accepted.
+    """
+    return {name: _typed_value(name, "" if value is None else value) for name, value in row.items()}
+
+
+def _typed_value(name: str, value: Any) -> Any:
+    if value == "" and name not in _REQUIRED:
+        return None if name in _KINDS else ""
+    kind = _KINDS.get(name, str)
+    try:
+        typed = kind(value)
+    except ValueError:
+        typed = ""
+    is_selection = name == "best_chosen_on"
+    if typed == "" or (is_selection and typed not in _SELECTED_ON):
+        accepted = ", ".join(_SELECTED_ON) if is_selection else KINDS[kind]
+        raise ValueError(f"column {name} is {repr(value) if value else 'empty'}; accepted: {accepted}")
+    return typed
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -228,176 +240,30 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def _read_csv(path: Path) -> Iterable[Row]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets write a byte order mark
         reader = csv.DictReader(file)
         missing = set(_COLUMNS).difference(reader.fieldnames or ())
         if missing:
-            raise ValueError(f"{path} is no table of results: it lacks {', '.join(sorted(missing))}.")
+            raise ValueError(
+                f"{path} is no table of results: it lacks {', '.join(sorted(missing))}. Accepted: a results.csv of "
+                "flowformer results --out, with all of its columns."
+            )
         for row in reader:
             try:
                 if None in row or None in row.values():
-                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns")
+                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns, as the first line has")
                 yield _typed({name: row[name] for name in _COLUMNS})
             except ValueError as error:
-                raise ValueError(f"{path}, line {reader.line_num} is damaged: {error}. Copy it again.") from error
+                raise ValueError(
+                    f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."
+                ) from error
 
 
-def evaluate_run(
-    run: Path, *, model: str = "final", split: str = "test", data_dir: str | Path | None = None
-) -> dict[str, Any]:
-    """Evaluate a model of a run again, in the precision of the run, and return its scores.
-
-    Args:
-        run: the folder of the run.
-        model: "final" or "best".
-        split: "test" or "valid".
-        data_dir: the folder of all data sets.
-    """
-    config, task, trained = _open(run, model)
-    splits = data.load(config.data, data_dir, **config.data_options)
-    check_choice("split", split, ("test", "valid"))
-    dataset = getattr(splits, split)
-    if dataset is None:
-        raise ValueError(f"{config.data} has no validation part; accepted: test.")
-    accelerator = build_accelerator(replace(config, parallel="ddp"))
-    objective = accelerator.prepare(tasks.Objective(trained, task, config)).eval()
-    played = task.evaluate(trained, splits, config)
-    share = Share(accelerator.process_index, accelerator.num_processes)
-    return (
-        evaluate(accelerator, objective, dataset, config, padded_length(config, splits), share)
-        if played is None
-        else played
-    )
-
-
-@torch.no_grad()
-def draw_maps(
-    run: Path, *, model: str = "final", data_dir: str | Path | None = None, splits: data.Splits | None = None
-) -> Figure:
-    """Draw competition and allocation over one test example of each class, up to nine.
-
-    Args:
-        run, model, data_dir: as in `evaluate_run`.
-        splits: the data; None loads the data set of the run from data_dir.
-    """
-    from .. import viz
-
-    config, _, trained = _open(run, model)
-    titles, inputs = _examples(config, splits or data.load(config.data, data_dir, **config.data_options))
-    draw: Callable[..., Figure] = viz.over_time if config.task == "series" else viz.over_images
-    return draw(trained, *inputs, titles=titles)
-
-
-@torch.no_grad()
-def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str | Path | None = None) -> Figure:
-    """Draw the attention weights of each run over the same test examples, one of each class, up to nine.
-
-    Args:
-        runs: folders of runs on the same data.
-        model, data_dir: as in `evaluate_run`.
-    """
-    from .. import viz
-
-    opened = [_open(run, model) for run in runs]
-    config = opened[0][0]
-    data_sets = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
-    if len(data_sets) > 1:
-        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(data_sets))}.")
-    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
-    labels = [other.model.attention for other, _, _ in opened]
-    if len(set(labels)) < len(labels):
-        labels = [f"{label}, {run.name}" for label, run in zip(labels, runs, strict=True)]
-    models = {label: trained.eval() for label, (_, _, trained) in zip(labels, opened, strict=True)}
-    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
-    return draw(models, *inputs, titles=titles)
-
-
-def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:
-    """One test example of each class, up to nine: their titles, and the inputs of the drawing functions of `viz`."""
-    if config.task not in ("series", "images"):
-        raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
-    examples: dict[int, Any] = {}
-    for i in range(dataset_size(splits.test)):
-        example = splits.test[i]
-        examples.setdefault(int(example["label"]), example)
-        if len(examples) == min(9, splits.info.num_classes or 9):
-            break
-    titles = [f"{config.data}, class {label}" for label in sorted(examples)]
-    batch = data.collate([examples[label] for label in sorted(examples)])
-    if config.task == "series":
-        return titles, (batch["series"], batch.get("mask"))
-    images = batch["image"]
-    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    return titles, (images, (images - low) / (high - low))
-
-
-def draw_figures(
-    rows: list[Row], folder: Path, data_dir: str | Path | None = None
-) -> tuple[dict[str, Path], dict[str, Exception]]:
-    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides. Existing images are kept.
-
-    Args:
-        rows: from `collect`; runs without a model, such as rows of a CSV from another machine, are left out.
-        folder: where to write the images.
-        data_dir: the folder of all data sets.
-
-    Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data is
-    missing or damaged, by their captions.
-    """
-    figures: dict[str, Path] = {}
-    failed: dict[str, Exception] = {}
-    if importlib.util.find_spec("matplotlib") is None:
-        return figures, failed
-    for row in rows:
-        run = Path(row["folder"])
-        drawable = (
-            row["attention"] == "flow" and row["metric"] == "accuracy" and (run / "final" / "config.json").is_file()
-        )
-        if not drawable or load(run / CONFIG).task not in ("series", "images"):
-            continue
-        differing = f", {row['overrides']}" if row["overrides"] else ""
-        caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
-        path = folder / f"{run.parent.name}-{run.name}.png"
-        if caption in figures or caption in failed:
-            continue
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
-            except (data.MissingDataError, data.DamagedDataError) as error:
-                failed[caption] = error
-                continue
-        figures[caption] = path
-    return figures, failed
-
-
-def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
-    """Draw the CSV that `flowformer bench lra` wrote. Return the image by its caption; empty without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return {}
-    from .. import viz
-
-    folder.mkdir(parents=True, exist_ok=True)
-    image = folder / f"{path.stem}.png"
-    viz.speed_figure(path).savefig(image, dpi=80)
-    return {"Steps per second of one model with each attention": image}
-
-
-def _open(run: Path, model: str) -> tuple[Any, tasks.Task, Any]:
-    """The config, the task and the trained model of a run."""
-    if not (run / CONFIG).is_file():
-        raise FileNotFoundError(f"{run} has no {CONFIG}; accepted: the folder of a run.")
-    method = method_of(read_json(run / CONFIG))
-    if method is not None:
-        raise NotImplementedError(f"{run} has the scores of {method}, but no model: fit it again with flowformer fit.")
-    config = load(run / CONFIG)
-    task = tasks.get(config.task)
-    check_choice("model", model, ("final", "best"))
-    try:
-        return config, task, type(task.build(config)).from_pretrained(run / model)
-    except FileNotFoundError as error:
-        written = "when the run ends" if model == "final" else "at the first evaluation"
-        raise FileNotFoundError(
-            f"{run} has no {model} model yet: it is written {written}. Go on with the run: flowformer train "
-            f"{config.recipe} with its overrides, --out {run} and --resume."
-        ) from error
+__getattr__ = moved(
+    __name__,
+    {"evaluate_run": "flowformer.train.evaluation.evaluate_run"}
+    | {
+        name: f"flowformer.train.figures.{name}"
+        for name in ("draw_comparison", "draw_figures", "draw_maps", "draw_speeds")
+    },
+)

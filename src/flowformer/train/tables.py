@@ -12,8 +12,9 @@ from typing import Literal
 
 from .._utils import check_choice
 from . import recipes
-from .config import TrainConfig, override
-from .methods.fit import METHODS, MethodConfig, configure
+from .config import TrainConfig
+from .methods.config import METHODS, MethodConfig, configure
+from .overrides import override
 from .paper import Figure, paper_average, paper_figure
 
 DATA_OPTIONS = "data_options."

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -43,10 +44,14 @@ def classifiers() -> list[str]:
     return list(_CLASSES)
 
 
-def classifier_options(name: str) -> list[str]:
-    """The options that `classifier` accepts for a name."""
+def classifier_options(name: str) -> dict[str, Any]:
+    """The options that `classifier` accepts for a name, with their types; Any if a type is not declared."""
     check_choice("classifier", name, _CLASSES)
-    return [option for option in inspect.signature(_CLASSES[name]()).parameters if option != "random_state"]
+    build = _CLASSES[name]()
+    # fields of a dataclass have types from the modules of its base classes, which its __init__ cannot look up
+    hints = get_type_hints(build if is_dataclass(build) else build.__init__)
+    options = inspect.signature(build).parameters
+    return {option: hints.get(option, Any) for option in options if option != "random_state"}
 
 
 def classifier(name: str, *, random_state: int | np.random.RandomState | None = None, **options: Any) -> BaseClassifier:

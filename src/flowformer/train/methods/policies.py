@@ -37,11 +37,14 @@ def policies() -> list[str]:
     return list(LEARNERS)
 
 
-def policy_options(name: str) -> list[str] | None:
-    """The options that `policy` accepts for a name; None if the method checks its options itself."""
+def policy_options(name: str) -> dict[str, Any] | None:
+    """The options that `policy` accepts for a name, with their types; None if the method checks its options itself."""
     check_choice("policy", name, LEARNERS)
-    arguments = inspect.getfullargspec(LEARNERS[name])
-    return ["steps", "device", *arguments.kwonlyargs] if arguments.varkw is None else None
+    arguments = inspect.signature(LEARNERS[name], eval_str=True).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in arguments):
+        return None
+    own = {each.name: each.annotation for each in arguments if each.kind is each.KEYWORD_ONLY}
+    return {"steps": int, "device": str, **own}
 
 
 def policy(

@@ -1,0 +1,134 @@
+"""Figures of finished runs: maps of competition and allocation, comparisons of attentions, and speeds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import data
+from .config import TrainConfig, load
+from .evaluation import dataset_size, open_run
+from .record import CONFIG
+from .results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@torch.no_grad()
+def draw_maps(
+    run: Path, *, model: str = "final", data_dir: str | Path | None = None, splits: data.Splits | None = None
+) -> Figure:
+    """Draw competition and allocation over one test example of each class, up to nine.
+
+    Args:
+        run, model, data_dir: as in `evaluate_run`.
+        splits: the data; None loads the data set of the run from data_dir.
+    """
+    from .. import viz
+
+    config, _, trained = open_run(run, model)
+    titles, inputs = _examples(config, splits or data.load(config.data, data_dir, **config.data_options))
+    draw: Callable[..., Figure] = viz.over_time if config.task == "series" else viz.over_images
+    return draw(trained, *inputs, titles=titles)
+
+
+@torch.no_grad()
+def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str | Path | None = None) -> Figure:
+    """Draw the attention weights of each run over the same test examples, one of each class, up to nine.
+
+    Args:
+        runs: folders of runs on the same data.
+        model, data_dir: as in `evaluate_run`.
+    """
+    from .. import viz
+
+    opened = [open_run(run, model) for run in runs]
+    config = opened[0][0]
+    data_sets = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
+    if len(data_sets) > 1:
+        raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(data_sets))}.")
+    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
+    labels = [other.model.attention for other, _, _ in opened]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label}, {run.name}" for label, run in zip(labels, runs, strict=True)]
+    models = {label: trained.eval() for label, (_, _, trained) in zip(labels, opened, strict=True)}
+    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
+    return draw(models, *inputs, titles=titles)
+
+
+def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:
+    """One test example of each class, up to nine: their titles, and the inputs of the drawing functions of `viz`."""
+    if config.task not in ("series", "images"):
+        raise NotImplementedError(f"maps are drawn over series and images, and {config.recipe} has neither.")
+    examples: dict[int, Any] = {}
+    for i in range(dataset_size(splits.test)):
+        example = splits.test[i]
+        examples.setdefault(int(example["label"]), example)
+        if len(examples) == min(9, splits.info.num_classes or 9):
+            break
+    titles = [f"{config.data}, class {label}" for label in sorted(examples)]
+    batch = data.collate([examples[label] for label in sorted(examples)])
+    if config.task == "series":
+        return titles, (batch["series"], batch.get("mask"))
+    images = batch["image"]
+    low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    return titles, (images, (images - low) / (high - low))
+
+
+def draw_figures(
+    rows: list[Row], folder: Path, data_dir: str | Path | None = None
+) -> tuple[dict[str, Path], dict[str, Exception]]:
+    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides. Existing images are kept.
+
+    Args:
+        rows: from `collect`; runs without a model, such as rows of a CSV from another machine, are left out.
+        folder: where to write the images.
+        data_dir: the folder of all data sets.
+
+    Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data is
+    missing or damaged, by their captions.
+    """
+    figures: dict[str, Path] = {}
+    failed: dict[str, Exception] = {}
+    if importlib.util.find_spec("matplotlib") is None:
+        return figures, failed
+    for row in rows:
+        run = Path(row["folder"])
+        drawable = (
+            row["attention"] == "flow" and row["metric"] == "accuracy" and (run / "final" / "config.json").is_file()
+        )
+        if not drawable or load(run / CONFIG).task not in ("series", "images"):
+            continue
+        differing = f", {row['overrides']}" if row["overrides"] else ""
+        caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
+        path = folder / f"{run.parent.name}-{run.name}.png"
+        if caption in figures or caption in failed:
+            continue
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
+            except (data.MissingDataError, data.DamagedDataError) as error:
+                failed[caption] = error
+                continue
+        figures[caption] = path
+    return figures, failed
+
+
+def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
+    """Draw the CSV that `flowformer bench lra` wrote. Return the image by its caption; empty without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return {}
+    from .. import viz
+
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder / f"{path.stem}.png"
+    viz.speed_figure(path).savefig(image, dpi=80)
+    return {"Steps per second of one model with each attention": image}
