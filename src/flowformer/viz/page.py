@@ -9,10 +9,13 @@ import base64
 import html
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from .curves import curve_points
 
 POINTS = 300  # maximum number of points of a curve, which is more than a screen resolves
 
@@ -57,16 +60,11 @@ def _finite(value: Any) -> Any:
 
 def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
     """Return the training loss and each evaluation score as points (update, value), without NaN and infinity."""
-    curves: dict[str, list[list[float]]] = {}
-    for record in log:
-        if record["kind"] == "train":
-            curves.setdefault("training loss", []).append([record["step"], record["loss"]])
-        elif record["kind"] == "eval" and "model" not in record:
-            for name, value in record.items():
-                if isinstance(value, float) and name != "epoch":
-                    curves.setdefault(f"{record['split']} {name}", []).append([record["step"], value])
-    drawn = {name: [point for point in points if math.isfinite(point[1])] for name, points in curves.items()}
-    return {name: _thinned(points) for name, points in drawn.items() if len(points) > 1}
+    curves: dict[str, list[list[float]]] = defaultdict(list)
+    for split, score, step, value in curve_points(log):
+        if math.isfinite(value):
+            curves[f"{split} {score}"].append([step, value])
+    return {name: _thinned(points) for name, points in curves.items() if len(points) > 1}
 
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
