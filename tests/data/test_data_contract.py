@@ -39,7 +39,7 @@ class TestNames:
         "name", ["lra/listop", "uea/", "d4rl/ant-medium", "d4rl/hopper", "d4rl/", "minari/", "text", ""]
     )
     def test_unknown_names_are_refused(self, name, tmp_path):
-        with pytest.raises(ValueError, match="unknown data set"):
+        with pytest.raises(ValueError, match=r"unknown data set .*, and any uea/<Set> or d4rl/.* or minari/<id>\."):
             data.load(name, tmp_path)
 
     def test_the_nearest_name_is_offered(self, tmp_path):

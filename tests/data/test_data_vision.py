@@ -75,6 +75,7 @@ class TestCifar10:
             {b"data": np.zeros((2, 3071), np.uint8), b"labels": [0, 1]},
             {b"data": np.zeros((2, 3072), np.int64), b"labels": [0, 1]},
             {b"data": np.zeros((2, 3072), np.uint8), b"labels": [0, 10]},
+            {b"data": np.zeros((2, 3072), np.uint8), b"labels": 0},
             {b"labels": [0, 1]},
             [1, 2],
         ],
@@ -90,6 +91,23 @@ class TestCifar10:
         path = write_cifar10(tmp_path, protocol=protocol) / "data_batch_5"
         path.write_bytes(path.read_bytes()[:size])
         with pytest.raises(data.DamagedDataError, match="data_batch_5"):
+            data.load("cifar10", tmp_path, partial=True)
+
+    @pytest.mark.parametrize(
+        ("written", "read"),
+        [
+            pytest.param(b"latin1", b"lztin1", id="LookupError"),
+            pytest.param(b"\x80\x02", b"\x96\x02", id="MemoryError"),
+            pytest.param(b"tq\x18b", b"0q\x18b", id="SystemError"),
+        ],
+    )
+    def test_a_batch_with_a_wrong_byte_is_named(self, tmp_path, written, read):
+        """Whatever the unpickler raises."""
+        path = write_cifar10(tmp_path) / "data_batch_2"
+        content = path.read_bytes()
+        assert written in content
+        path.write_bytes(content.replace(written, read, 1))
+        with pytest.raises(data.DamagedDataError, match="data_batch_2 is damaged or not a batch"):
             data.load("cifar10", tmp_path, partial=True)
 
     def test_must_be_complete(self, tmp_path):

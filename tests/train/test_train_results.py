@@ -59,7 +59,7 @@ def write_run(folder, recipe, attention="flow", seed=0, final=0.9, best=None, ov
     (run / "config.json").write_text(json.dumps(to_dict(config)))
     (run / "provenance.json").write_text(json.dumps({**FACTS, "data": recipe, **more.get("facts", {})}))
     (run / "result.json").write_text(json.dumps(result))
-    log = [{"kind": "train", "step": i, "loss": 1 / i} for i in range(1, 11)]
+    log = [{"kind": "train", "step": i, "loss": 1 / i**6} for i in range(1, 11)]
     log += [{"kind": "eval", "split": "test", "step": i, "epoch": 0.5, metric: final} for i in (5, 10)]
     (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     return run
@@ -167,7 +167,7 @@ class TestTable:
         assert list(lines) == ["Transformer ¹", "Linear Trans."]
         assert lines["Transformer ¹"].average.final.mean == pytest.approx(90)
         assert lines["Transformer ¹"].average.paper == pytest.approx((98.7 + 32.0) / 2)
-        assert first.note.endswith(" ¹ With precision=tf32 graphs=True, which changes the arithmetic only.")
+        assert first.note.endswith("\n\n¹ With precision=tf32 graphs=True, which changes the arithmetic only.")
         further = the(rows, "uea", "the recipe's arithmetic")
         assert list(labelled(further)) == ["Transformer"]
         assert "Further runs" in further.note
@@ -439,7 +439,10 @@ heading.click();
 const down = shown();
 document.querySelector("#tables td.runs").click();
 document.body.dataset.seen = JSON.stringify({
-  up, down, curves: document.querySelectorAll("#detail .curve").length,
+  up, down, headings: [...heading.parentNode.children].map(h => h.textContent),
+  aligned: [...section.querySelector("tbody tr").children].map(td => getComputedStyle(td).textAlign[0]).join(""),
+  cut: [...document.querySelectorAll("#detail text")].filter(t => t.getBBox().x < 0).map(t => t.textContent),
+  curves: document.querySelectorAll("#detail .curve").length,
   facts: [...document.querySelectorAll("#detail dt")].map(e => e.textContent).includes("commit"),
   command: document.querySelector("#detail").textContent.includes("</script> 'x y'".replace("\\\\", "")),
   figures: [...document.images].every(image => image.complete && image.naturalWidth > 0) && document.images.length,
@@ -482,8 +485,11 @@ def test_page_in_a_browser(page, tmp_path):
     seen = re.search(r'data-seen="([^"]*)"', done.stdout)
     assert seen, done.stderr[-2000:]
     found = json.loads(seen[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
-    assert found["up"] == "50.0,95.0,96.0,97.0,98.0,99.0"
-    assert found["down"] == "99.0,98.0,97.0,96.0,95.0,50.0"
+    assert found["up"] == "50.00,95.00,96.00,97.00,98.00,99.00"
+    assert found["down"] == "99.00,98.00,97.00,96.00,95.00,50.00"
+    assert found["headings"] == list(summary._RUN_COLUMNS.values())
+    assert found["aligned"] == "llrlrrrrrll", "text to the left, numbers and empty cells to the right"
+    assert found["cut"] == [], "labels of the axes are shown whole"
     assert found["curves"] > 0
     assert found["facts"]
     assert found["command"]

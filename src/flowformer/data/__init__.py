@@ -45,7 +45,8 @@ __all__ = [
 def names() -> list[str]:
     """List the names of all registered data sets.
 
-    `load` also takes other names of the form "uea/<Set>", "d4rl/<environment>-<quality>" and "minari/<id>".
+    `load` also takes the names of other UEA, D4RL and Minari data sets, such as "minari/mujoco/hopper/medium-v0";
+    `registry.FAMILIES` lists their forms.
     """
     return list(RECORDS)
 

@@ -6,6 +6,7 @@ Shapes: M images, Y rows, X columns.
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,16 +129,19 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_batch(path: Path) -> tuple[Tensor, Tensor]:
     """Read the images (M, 3, 32, 32) uint8 and labels (M,) of one pickle file."""
+    content = path.read_bytes()
     try:
-        with path.open("rb") as file:
-            batch = _Unpickler(file, encoding="bytes").load()
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise store.DamagedDataError(f"{path} is damaged or not a batch of CIFAR-10: {error}") from error
-    if images.dtype != np.uint8 or images.shape != (len(labels), 3072) or not np.isin(labels, range(10)).all():
+    except Exception as error:  # damaged bytes can make the unpickler raise any error, even MemoryError or SystemError
+        raise store.DamagedDataError(
+            f"{path} is damaged or not a batch of CIFAR-10: {type(error).__name__}: {error}"
+        ) from error
+    shaped = labels.ndim == 1 and images.shape == (len(labels), 3072)
+    if images.dtype != np.uint8 or not shaped or not np.isin(labels, range(10)).all():
         raise store.DamagedDataError(
             f"{path} is damaged: expected bytes of shape (images, 3072) and labels from 0 to 9, got {images.dtype} "
-            f"of shape {images.shape} and {len(labels)} labels."
+            f"of shape {images.shape} and labels of shape {labels.shape}."
         )
     return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), torch.from_numpy(labels).long()
 

@@ -161,7 +161,7 @@ class FilledTable:
 
     @property
     def note(self) -> str:
-        """The text above the table: how to read its numbers, and the footnotes."""
+        """The text above the table: how to read its numbers, then each footnote as a paragraph."""
         chosen = {run["best_chosen_on"] for run in self.runs}
         sets = sorted({"test": "test", "valid": "validation"}[each] for each in chosen - {"nothing"})
         best = f"best evaluation, selected on the {' or '.join(sets)} set" if sets else "best evaluation"
@@ -183,11 +183,11 @@ class FilledTable:
             sentences.append("Further runs: a table above has more of these methods, in other arithmetic.")
         differing = {run["data"]: run["differs"] for run in self.runs if run["differs"]}
         sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
-        sentences += [
+        footnotes = [
             f"{_mark(i)} With {overrides}, which changes the arithmetic only."
             for i, overrides in enumerate(self.footnotes)
         ]
-        return " ".join(sentences)
+        return "\n\n".join([" ".join(sentences), *footnotes])
 
     def grid(self) -> tuple[list[str], list[tuple[str, list[Filled | list[str] | None]]]]:
         """The headings, and the label and cells of each line, in the paper's orientation."""
@@ -384,7 +384,7 @@ _RUN_COLUMNS = {
     "final": "final",
     "best": "best",
     "paper": "paper",
-    "training_seconds": "s",
+    "training_seconds": "training, s",
     "device": "device",
     "folder": "folder",
 }
@@ -392,7 +392,12 @@ _RUN_COLUMNS = {
 
 def _run(row: Row) -> list[str]:
     """The cells of a run in the list of runs."""
-    values = {**row, "training_seconds": f"{row['training_seconds'] or 0:.0f}"}
+    values = {
+        **row,
+        "final": f"{row['final']:.2f}",
+        "best": f"{row['best']:.2f}",
+        "training_seconds": f"{row['training_seconds'] or 0:.0f}",
+    }
     return ["" if values[name] is None else str(values[name]) for name in _RUN_COLUMNS]
 
 
@@ -430,7 +435,7 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
     for table in fill(rows):
         headings, lines = table.grid()
         cells = [(name, [_page_cell(cell, numbers) for cell in line]) for name, line in lines]
-        tables.append({"title": table.title, "note": table.note, "headings": headings, "lines": cells})
+        tables.append({"title": table.title, "note": table.note, "headings": ["", *headings], "lines": cells})
     every = [
         (
             row["recipe"],
@@ -441,11 +446,12 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
         )
         for number, row in enumerate(rows)
     ]
-    headings = list(_RUN_COLUMNS.values())[1:]
+    headings = list(_RUN_COLUMNS.values())
     tables.append({"title": "Runs", "note": "Each finished run.", "headings": headings, "lines": every})
     runs = [
         {
-            "name": f"{row['recipe']}, {row['attention']}, seed {row['seed']}: {row['final']:.2f} / {row['best']:.2f}",
+            "name": f"{row['recipe']}, {row['attention']}, seed {row['seed']}: "
+            f"final {row['final']:.2f}, best {row['best']:.2f}",
             "facts": {name: str(value) for name, value in row.items() if value not in (None, "")},
             "log": read_log(Path(row["folder"])) if (Path(row["folder"]) / LOG).is_file() else [],
         }

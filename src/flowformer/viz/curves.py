@@ -5,11 +5,28 @@ from __future__ import annotations
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+
+def curve_points(log: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, int, float]]:
+    """Yield (split, score, update, value) of each training loss, whose split is "training", and each evaluation score.
+
+    Evaluations of a saved model after the training, which have a "model", are results, not points of a curve.
+
+    Args:
+        log: log records of a run.
+    """
+    for record in log:
+        if record["kind"] == "train":
+            yield "training", "loss", record["step"], record["loss"]
+        elif record["kind"] == "eval" and "model" not in record:
+            for score, value in record.items():
+                if isinstance(value, float) and score != "epoch":
+                    yield record["split"], score, record["step"], value
 
 
 def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
@@ -20,13 +37,9 @@ def training_curves(logs: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """
     panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for name, log in logs.items():
-        for record in log:
-            if record["kind"] == "train":
-                panels["training loss"][name].append((record["step"], record["loss"]))
-            elif record["kind"] == "eval" and "model" not in record:
-                for score, value in record.items():
-                    if isinstance(value, float) and score != "epoch":
-                        panels[f"evaluation {score}"][name].append((record["step"], value))
+        for split, score, step, value in curve_points(log):
+            title = f"{split} {score}" if split == "training" else f"evaluation {score}"
+            panels[title][name].append((step, value))
     if not panels:
         raise ValueError(f"{', '.join(logs)}: nothing is recorded yet, neither a loss nor an evaluation.")
     figure = Figure(figsize=(4.2 * len(panels), 3.2 + 0.2 * len(logs)), layout="constrained")
