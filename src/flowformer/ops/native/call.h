@@ -24,6 +24,18 @@ struct Rows {
     }
 };
 
+// The sums of features of a head, over tokens: Σk, Σq, Σk/O, Σq/I and, if renormalised, Σ c k. In records of gradients,
+// the gradient of each.
+enum FeatureSum { KEY_SUM, QUERY_SUM, CONSERVED_KEY_SUM, CONSERVED_QUERY_SUM, COMPETING_SUM, FEATURE_SUMS };
+
+// One vector of D numbers for each of them
+template <class A> struct FeatureSums {
+    A* data;
+    int64_t D;
+
+    A* operator[](int which) const { return data + which * D; }
+};
+
 // Only 64-bit fields, in the order in which `call.py` packs them
 struct Call {
     int64_t dtype, threads;
@@ -46,8 +58,12 @@ struct Call {
 
     int64_t rows() const { return sink_bounds ? 1 : sequences; }  // size of the first axis of query and result
 
-    // number of sums of features per head: Σk, Σq, Σk/O, Σq/I and, if renormalised, Σ c k
-    int64_t feature_sums() const { return renormalize ? 5 : 4; }
+    int64_t feature_sums() const { return renormalize ? FEATURE_SUMS : FEATURE_SUMS - 1; }  // number of them per head
+
+    // size of the sums of features and S of one head in `kept`, as in `_record_size` of `op.py`
+    template <class A> int64_t record_size() const {
+        return (feature_sums() + padded(value_dim, LINE<A>)) * padded(dim, LINE<A>);
+    }
 
     template <class A> A tau(int64_t head) const { return powers ? ((const A*)powers)[head] : A(1); }
     template <class A> A gamma(int64_t head) const { return powers ? ((const A*)powers)[heads + head] : A(1); }
@@ -107,6 +123,18 @@ template <class A> class Buffer {
         static thread_local Block block;
         return block;
     }
+};
+
+// Divides a buffer into arrays, each of which starts on a cache line. Without a buffer, only adds up their sizes.
+template <class A> class Arena {
+  public:
+    explicit Arena(A* start = nullptr) : start(start), end(start) {}
+
+    A* take(int64_t size) { return std::exchange(end, end + padded(size, LINE<A>)); }
+    int64_t size() const { return end - start; }
+
+  private:
+    A *start, *end;
 };
 
 // The tokens [start, start + size) of one sequence

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
 
 #include "call.h"
 
@@ -33,6 +32,10 @@ template <class T> struct Causal {
         POSITION, INVERSE_INCOMING, INVERSE_OUTGOING, ALLOCATION, COMPETITION, SHARE, DECAY, CLAMPED,
         INVERSE_NORM, GATE, FLOW, NUMBERS
     };
+    struct Numbers {
+        A* data;
+        A* operator[](int which) const { return data + which * CHUNK; }
+    };
     const int64_t SUMS;  // number of sums of features, see `Call::feature_sums`
     const int norm;      // INVERSE_INCOMING or, if renormalised, INVERSE_NORM: the factor of the results
     const int gate;      // ALLOCATION or, with powers, GATE: the sigmoid of Î
@@ -41,24 +44,36 @@ template <class T> struct Causal {
         int64_t index, sequence, row, head, key_head;  // `row`: index in the first axis of tensors, 0 if packed
         Span tokens;
         const bool* mask;
-        // the state: Σk, Σq, Σk/O, Σq/I, if renormalised Σ c k; S; number of tokens; and Σ exp(τ Ô), stored as
-        // exp(reference) · total
-        A *sums, *memory, count, reference;
+        // the state: sums of features; S; number of tokens; and Σ exp(τ Ô), stored as exp(reference) · total
+        FeatureSums<A> sums;
+        A *memory, count, reference;
         A tau, gamma;   // powers of competition and allocation
         Wide<A> total;  // wide, since rounding errors of a running sum of nearly equal numbers do not cancel
     };
 
-    int64_t record_size() const {
-        return (SUMS + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>) + 4;
-    }
+    // the scalars of a state that the caller passes or receives, as in `FlowState`
+    struct StateScalars {
+        A count, log_outgoing, log_incoming;
+    };
+
+    // the state before a segment, in `kept`
+    struct Record {
+        struct Scalars {  // their number is `KEPT_SCALARS` in `op.py`
+            A count, reference, total, total_rest;  // total_rest: what `total` loses when rounded to type A
+        };
+        A *sums, *memory;
+        Scalars* scalars;
+    };
 
     int64_t segments(const Head& h) const { return (h.tokens.size + SEGMENT - 1) / SEGMENT; }
 
-    // the buffer in `kept` of the state before a segment; the first segment has none
-    A* record(const Head& h, int64_t segment) const {
+    // the record of a segment; the first segment has none
+    Record record(const Head& h, int64_t segment) const {
         const int64_t before =
             call.sink_bounds ? h.tokens.start / SEGMENT + h.sequence : h.sequence * ((call.sinks - 1) / SEGMENT);
-        return (A*)call.kept + ((before + segment - 1) * call.heads + h.head) * record_size();
+        const int64_t size = call.record_size<A>() + sizeof(typename Record::Scalars) / sizeof(A);
+        A *sums = (A*)call.kept + ((before + segment - 1) * call.heads + h.head) * size, *memory = sums + SUMS * D;
+        return {sums, memory, (typename Record::Scalars*)(memory + D * E)};
     }
 
     Head begin(int64_t index, A* sums, A* memory) const {
@@ -70,7 +85,7 @@ template <class T> struct Causal {
         h.key_head = h.head / call.shared;
         h.tokens = span(call.sink_bounds, h.sequence, call.sinks);
         h.mask = call.query_mask ? call.query_mask + h.sequence * call.sinks : nullptr;
-        h.sums = sums;
+        h.sums = {sums, D};
         h.memory = memory;
         h.tau = call.tau<A>(h.head);
         h.gamma = call.gamma<A>(h.head);
@@ -78,24 +93,24 @@ template <class T> struct Causal {
     }
 
     void read_state(Head& h, const void* sums, const void* memory, const void* scalars) const {
-        std::fill_n(h.sums, SUMS * D, A(0));
+        std::fill_n(h.sums.data, SUMS * D, A(0));
         if (memory || !sums) std::fill_n(h.memory, D * E, A(0));
         h.count = 0;
         h.reference = -std::numeric_limits<A>::infinity();
         if (sums) {
             const A *from = (const A*)sums + h.index * SUMS * call.dim, *rows = (const A*)memory;
-            for (int64_t i = 0; i < SUMS; i++) std::copy_n(from + i * call.dim, call.dim, h.sums + i * D);
+            for (int64_t i = 0; i < SUMS; i++) std::copy_n(from + i * call.dim, call.dim, h.sums[i]);
             for (int64_t d = 0; memory && d < call.dim; d++)
                 std::copy_n(rows + (h.index * call.dim + d) * call.value_dim, call.value_dim, h.memory + d * E);
-            h.count = ((const A*)scalars)[h.index * 3];
-            if (h.count > 0) h.reference = ((const A*)scalars)[h.index * 3 + 1];
+            h.count = ((const StateScalars*)scalars)[h.index].count;
+            if (h.count > 0) h.reference = ((const StateScalars*)scalars)[h.index].log_outgoing;
         }
         h.total = std::isinf(h.reference) ? 0 : 1;
     }
 
     void write_state(const Head& h, void* sums, void* memory) const {
         for (int64_t i = 0; i < SUMS; i++)
-            std::copy_n(h.sums + i * D, call.dim, (A*)sums + (h.index * SUMS + i) * call.dim);
+            std::copy_n(h.sums[i], call.dim, (A*)sums + (h.index * SUMS + i) * call.dim);
         for (int64_t d = 0; memory && d < call.dim; d++)
             std::copy_n(h.memory + d * E, call.value_dim, (A*)memory + (h.index * call.dim + d) * call.value_dim);
     }
@@ -105,20 +120,18 @@ template <class T> struct Causal {
         return h.total > 0 ? A(h.reference + std::log(h.total)) : -std::numeric_limits<A>::infinity();
     }
 
-    void keep(const Head& h, A* kept) const {
-        const A scalars[] = {h.count, h.reference, A(h.total), A(h.total - A(h.total))};
-        kept = std::copy_n(h.sums, SUMS * D, kept);
-        kept = std::copy_n(h.memory, D * E, kept);
-        std::copy_n(scalars, 4, kept);
+    void keep(const Head& h, const Record& kept) const {
+        std::copy_n(h.sums.data, SUMS * D, kept.sums);
+        std::copy_n(h.memory, D * E, kept.memory);
+        *kept.scalars = {h.count, h.reference, A(h.total), A(h.total - A(h.total))};
     }
 
-    void recall(Head& h, const A* kept) const {
-        std::copy_n(kept, SUMS * D, h.sums);
-        std::copy_n(kept + SUMS * D, D * E, h.memory);
-        const A* scalars = kept + SUMS * D + D * E;
-        h.count = scalars[0];
-        h.reference = scalars[1];
-        h.total = Wide<A>(scalars[2]) + scalars[3];
+    void recall(Head& h, const Record& kept) const {
+        std::copy_n(kept.sums, SUMS * D, h.sums.data);
+        std::copy_n(kept.memory, D * E, h.memory);
+        h.count = kept.scalars->count;
+        h.reference = kept.scalars->reference;
+        h.total = Wide<A>(kept.scalars->total) + kept.scalars->total_rest;
     }
 
     // totals[i] = sum + Σ_{j ≤ i} f(j, column) + ε; then `sum` is advanced past the last token
@@ -146,9 +159,7 @@ template <class T> struct Causal {
 
     // Compute the numbers of a chunk from its features, and advance the sums of the state past it. `totals`: scratch
     // (CHUNK, D)
-    void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* totals, A* numbers) const {
-        A* number[NUMBERS];
-        for (int i = 0; i < NUMBERS; i++) number[i] = numbers + i * CHUNK;
+    void flows(Head& h, int64_t t, int64_t tokens, const A* q, const A* k, A* totals, Numbers number) const {
         A *position = number[POSITION], *in = number[INVERSE_INCOMING], *out = number[INVERSE_OUTGOING];
         A *allocation = number[ALLOCATION], *competition = number[COMPETITION];
         const bool* mask = h.mask ? h.mask + t : nullptr;
@@ -156,19 +167,19 @@ template <class T> struct Causal {
             h.count += !mask || mask[i];
             position[i] = std::max(h.count, A(1));
         }
-        running_sums(tokens, [=](int64_t i, int64_t c) { return load(k + i * D + c); }, h.sums, totals);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return load(k + i * D + c); }, h.sums[KEY_SUM], totals);
         dot_totals(tokens, q, totals, in);
-        running_sums(tokens, [=](int64_t i, int64_t c) { return load(q + i * D + c); }, h.sums + D, totals);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return load(q + i * D + c); }, h.sums[QUERY_SUM], totals);
         dot_totals(tokens, k, totals, out);
         for (int64_t i = 0; i < tokens; i++) {
             in[i] = position[i] / in[i];
             out[i] = position[i] / out[i];
         }
-        running_sums(tokens, [=](int64_t i, int64_t c) { return out[i] * load(k + i * D + c); }, h.sums + 2 * D,
-                     totals);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return out[i] * load(k + i * D + c); },
+                     h.sums[CONSERVED_KEY_SUM], totals);
         dot_totals(tokens, q, totals, allocation);
-        running_sums(tokens, [=](int64_t i, int64_t c) { return in[i] * load(q + i * D + c); }, h.sums + 3 * D,
-                     totals);
+        running_sums(tokens, [=](int64_t i, int64_t c) { return in[i] * load(q + i * D + c); },
+                     h.sums[CONSERVED_QUERY_SUM], totals);
         dot_totals(tokens, k, totals, competition);
         for (int64_t i = 0; i < tokens; i++) {
             allocation[i] /= position[i];
@@ -216,22 +227,21 @@ template <class T> struct Causal {
             for (int64_t i = 0; i < tokens; i++)
                 if (!mask[i]) allocation[i] = competition[i] = 0;
         if (call.renormalize) {
-            competing_sums(tokens, k, competition, h.sums, totals);
+            competing_sums(tokens, k, competition, h.sums[COMPETING_SUM], totals);
             dot_totals(tokens, q, totals, number[INVERSE_NORM]);
             for (int64_t i = 0; i < tokens; i++) number[INVERSE_NORM][i] = position[i] / number[INVERSE_NORM][i];
         }
     }
 
-    // totals: Σ c k up to each token, plus ε; advances Σ c k of the state past the last token
-    void competing_sums(int64_t tokens, const A* k, const A* competition, A* sums, A* totals) const {
-        running_sums(tokens, [=](int64_t i, int64_t c) { return competition[i] * load(k + i * D + c); }, sums + 4 * D,
-                     totals);
+    // totals: Σ c k up to each token, plus ε; advances `sum`, the Σ c k of the state, past the last token
+    void competing_sums(int64_t tokens, const A* k, const A* competition, A* sum, A* totals) const {
+        running_sums(tokens, [=](int64_t i, int64_t c) { return competition[i] * load(k + i * D + c); }, sum, totals);
     }
 
     // α/(I D) of each token, the factor of the result, where D is the position; if renormalised, with the norm for I
-    void received(int64_t tokens, const A* numbers, A* result) const {
+    void received(int64_t tokens, Numbers number, A* result) const {
         for (int64_t i = 0; i < tokens; i++)
-            result[i] = numbers[ALLOCATION * CHUNK + i] * numbers[norm * CHUNK + i] / numbers[POSITION * CHUNK + i];
+            result[i] = number[ALLOCATION][i] * number[norm][i] / number[POSITION][i];
     }
 
     // the lower triangle of x yᵀ, 0 above it; `y_T`: scratch for yᵀ
@@ -278,10 +288,10 @@ template <class T> struct Causal {
     }
 
     // One token: S is read once, from the state before the token, and written once, to the state after it
-    void decode(Head& h, A* q, A* k, A* totals, A* numbers, A* value, A* row) const {
+    void decode(Head& h, A* q, A* k, A* totals, Numbers number, A* value, A* row) const {
         load_features(h, 0, 1, q, k);
-        flows(h, 0, 1, q, k, totals, numbers);
-        load_values(call.value, h.key_head, h, 0, 1, numbers + COMPETITION * CHUNK, value);
+        flows(h, 0, 1, q, k, totals, number);
+        load_values(call.value, h.key_head, h, 0, 1, number[COMPETITION], value);
         std::fill_n(row, E, A(0));
         const A* before = (const A*)call.memory + h.index * call.dim * call.value_dim;
         A *after = (A*)call.end_memory + h.index * call.dim * call.value_dim, factor;
@@ -292,32 +302,52 @@ template <class T> struct Causal {
                 if (c + LANES<A> <= call.value_dim) store(after + d * call.value_dim + c, x);
                 else write_some(after + d * call.value_dim + c, x, call.value_dim - c);
             });
-        received(1, numbers, &factor);
+        received(1, number, &factor);
         write_row(call.result.at<T>(h.row, h.head, h.tokens.start), call.value_dim,
                   [&](int64_t c) { return load(row + c) * factor; });
     }
 
+    // scratch memory of the forward pass of a head
+    struct ForwardSpace {
+        A *sums, *memory, *q, *k, *k_T, *values, *products, *rows, *totals;
+        Numbers number;
+        A* factor;
+
+        ForwardSpace(const Causal& causal, Arena<A>& arena) {
+            const int64_t D = causal.D, E = causal.E;
+            sums = arena.take(causal.SUMS * D);
+            memory = arena.take(D * E);
+            q = arena.take(CHUNK * D);
+            k = arena.take(CHUNK * D);
+            k_T = arena.take(D * CHUNK);
+            values = arena.take(CHUNK * E);
+            products = arena.take(CHUNK * CHUNK);
+            rows = arena.take(CHUNK * E);
+            totals = arena.take(CHUNK * D);
+            number = {arena.take(NUMBERS * CHUNK)};
+            factor = arena.take(CHUNK);
+        }
+    };
+
     void forward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *sums = take(SUMS * D), *memory = take(D * E);
-        Head h = begin(index, sums, memory);
-        A *q = take(CHUNK * D), *k = take(CHUNK * D), *k_T = take(D * CHUNK), *values = take(CHUNK * E);
-        A *products = take(CHUNK * CHUNK), *rows = take(CHUNK * E), *totals = take(CHUNK * D);
-        A *numbers = take(NUMBERS * CHUNK), *factor = take(CHUNK);
+        Arena<A> arena(space);
+        const ForwardSpace s(*this, arena);
+        Head h = begin(index, s.sums, s.memory);
+        A *q = s.q, *k = s.k, *values = s.values, *rows = s.rows, *factor = s.factor;
         const bool is_decoding = call.sums && h.tokens.size == 1;
         read_state(h, call.sums, is_decoding ? nullptr : call.memory, call.scalars);
-        if (is_decoding) decode(h, q, k, totals, numbers, values, rows);
+        if (is_decoding) decode(h, q, k, s.totals, s.number, values, rows);
         for (int64_t segment = 0; !is_decoding && segment < segments(h); segment++) {
             if (segment) keep(h, record(h, segment));
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
                 load_features(h, t, tokens, q, k);
-                flows(h, t, tokens, q, k, totals, numbers);
-                load_values(call.value, h.key_head, h, t, tokens, numbers + COMPETITION * CHUNK, values);
-                product<A, false, false>(tokens, E, call.dim, q, D, memory, E, rows, E);
-                lower_product(tokens, D, call.dim, q, k, k_T, products);
-                add_lower(tokens, E, products, values, rows);
-                product<A, true, true>(call.dim, E, tokens, k, D, values, E, memory, E);
-                received(tokens, numbers, factor);
+                flows(h, t, tokens, q, k, s.totals, s.number);
+                load_values(call.value, h.key_head, h, t, tokens, s.number[COMPETITION], values);
+                product<A, false, false>(tokens, E, call.dim, q, D, h.memory, E, rows, E);
+                lower_product(tokens, D, call.dim, q, k, s.k_T, s.products);
+                add_lower(tokens, E, s.products, values, rows);
+                product<A, true, true>(call.dim, E, tokens, k, D, values, E, h.memory, E);
+                received(tokens, s.number, factor);
                 for (int64_t i = 0; i < tokens; i++)
                     write_row(call.result.at<T>(h.row, h.head, h.tokens.start + t + i), call.value_dim,
                               [&](int64_t c) { return load(rows + i * E + c) * factor[i]; });
@@ -325,99 +355,127 @@ template <class T> struct Causal {
         }
         if (!call.end_sums) return;
         write_state(h, call.end_sums, is_decoding ? nullptr : call.end_memory);
-        A* scalars = (A*)call.end_scalars + index * 3;
-        scalars[0] = h.count;
-        scalars[1] = call.competition == SOFTMAX_COMPETITION ? logarithm(h)
-                     : call.scalars                         ? ((const A*)call.scalars)[index * 3 + 1]
-                                                            : -std::numeric_limits<A>::infinity();
-        scalars[2] = call.scalars ? ((const A*)call.scalars)[index * 3 + 2] : -std::numeric_limits<A>::infinity();
-    }
-
-    int64_t forward_space() const {
-        return SUMS * D + D * E + CHUNK * (4 * D + 2 * E) + CHUNK * CHUNK + (NUMBERS + 1) * CHUNK + 128;
+        const StateScalars nothing{0, -std::numeric_limits<A>::infinity(), -std::numeric_limits<A>::infinity()};
+        const StateScalars& before = call.scalars ? ((const StateScalars*)call.scalars)[index] : nothing;
+        const A log_outgoing = call.competition == SOFTMAX_COMPETITION ? logarithm(h) : before.log_outgoing;
+        ((StateScalars*)call.end_scalars)[index] = {h.count, log_outgoing, before.log_incoming};
     }
 
     // a chunk as recomputed in the backward pass: its features, its numbers, and the state before it
     struct Chunk {
-        A *q, *k, *numbers, *sums, *memory_T;
+        A *q, *k;
+        Numbers number;
+        FeatureSums<A> sums;
+        A* memory_T;
     };
 
     // the gradients of the state after the current chunk (`log`: of log Σ exp(τ Ô)), and of the powers so far
     struct Gradient {
-        A *key_sum, *query_sum, *conserved_key_sum, *conserved_query_sum, *competing_sum, *memory, *memory_T, log;
+        FeatureSums<A> sums;
+        A *memory, *memory_T, log;
         Wide<A> tau, gamma;
     };
 
-    void backward_head(int64_t index, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *sums = take(SUMS * D), *memory = take(D * E);
-        Head h = begin(index, sums, memory);
+    // scratch memory of `backward_chunk`
+    struct ChunkSpace {
+        A *received, *alpha_dalpha, *c_dc, *conserved_in, *conserved_out;
+        A *grads, *values, *grad_values, *transposed, *products, *grad_products, *grad_q, *grad_k;
+        A* totals[COMPETING_SUM];  // for each FeatureSum before it, the sum up to each token, plus ε
+
+        ChunkSpace(const Causal& causal, Arena<A>& arena) {
+            const int64_t D = causal.D, E = causal.E;
+            for (A** numbers : {&received, &alpha_dalpha, &c_dc, &conserved_in, &conserved_out})
+                *numbers = arena.take(CHUNK);
+            for (A** rows : {&grads, &values, &grad_values}) *rows = arena.take(CHUNK * E);
+            transposed = arena.take(CHUNK * std::max(D, E));
+            for (A** square : {&products, &grad_products}) *square = arena.take(CHUNK * CHUNK);
+            for (A** rows : {&grad_q, &grad_k}) *rows = arena.take(CHUNK * D);
+            for (A*& rows : totals) rows = arena.take(CHUNK * D);
+        }
+    };
+
+    // scratch memory of the backward pass of a head
+    struct BackwardSpace {
+        ChunkSpace chunk;
         Chunk recomputed[SEGMENT / CHUNK];
-        for (Chunk& chunk : recomputed)
-            chunk = {take(CHUNK * D), take(CHUNK * D), take(NUMBERS * CHUNK), take(SUMS * D), take(E * D)};
-        A *totals = take(CHUNK * D), *values = take(CHUNK * E), *memory_T = take(E * D);
-        A *grad_sums = take(SUMS * D), *grad_memory = take(D * E), *grad_memory_T = take(E * D);
+        A *sums, *memory, *totals, *values, *memory_T, *grad_sums, *grad_memory, *grad_memory_T;
+
+        BackwardSpace(const Causal& causal, Arena<A>& arena) : chunk(causal, arena) {
+            const int64_t D = causal.D, E = causal.E, SUMS = causal.SUMS;
+            for (Chunk& each : recomputed) {
+                each.q = arena.take(CHUNK * D);
+                each.k = arena.take(CHUNK * D);
+                each.number = {arena.take(NUMBERS * CHUNK)};
+                each.sums = {arena.take(SUMS * D), D};
+                each.memory_T = arena.take(E * D);
+            }
+            sums = arena.take(SUMS * D);
+            memory = arena.take(D * E);
+            totals = arena.take(CHUNK * D);
+            values = arena.take(CHUNK * E);
+            memory_T = arena.take(E * D);
+            grad_sums = arena.take(SUMS * D);
+            grad_memory = arena.take(D * E);
+            grad_memory_T = arena.take(E * D);
+        }
+    };
+
+    void backward_head(int64_t index, A* space) const {
+        Arena<A> arena(space);
+        const BackwardSpace s(*this, arena);
+        Head h = begin(index, s.sums, s.memory);
+        A* memory_T = s.memory_T;
 
         // the gradient of a state has the layout of a state: use the same functions to read and write it
-        Head end = begin(index, grad_sums, grad_memory);
+        Head end = begin(index, s.grad_sums, s.grad_memory);
         read_state(end, call.grad_end_sums, call.grad_end_memory, call.grad_end_scalars);
-        Gradient grad{grad_sums,         grad_sums + D, grad_sums + 2 * D, grad_sums + 3 * D,
-                      grad_sums + 4 * D, grad_memory,   grad_memory_T};
-        if (call.grad_end_scalars) grad.log = ((const A*)call.grad_end_scalars)[index * 3 + 1];
-        transpose(D, E, grad_memory, E, grad_memory_T, D);
+        const auto* grad_end = (const StateScalars*)call.grad_end_scalars;
+        Gradient grad{end.sums, end.memory, s.grad_memory_T};
+        if (grad_end) grad.log = grad_end[index].log_outgoing;
+        transpose(D, E, grad.memory, E, grad.memory_T, D);
         for (int64_t segment = segments(h) - 1; segment >= 0; segment--) {
             if (segment) recall(h, record(h, segment));
             else read_state(h, call.sums, call.memory, call.scalars);
-            transpose(D, E, memory, E, memory_T, D);
+            transpose(D, E, h.memory, E, memory_T, D);
             chunks(h, segment, [&](int64_t t, int64_t tokens) {
-                const Chunk& chunk = recomputed[t % SEGMENT / CHUNK];
-                std::copy_n(h.sums, SUMS * D, chunk.sums);
+                const Chunk& chunk = s.recomputed[t % SEGMENT / CHUNK];
+                std::copy_n(h.sums.data, SUMS * D, chunk.sums.data);
                 std::copy_n(memory_T, E * D, chunk.memory_T);
                 load_features(h, t, tokens, chunk.q, chunk.k);
-                flows(h, t, tokens, chunk.q, chunk.k, totals, chunk.numbers);
+                flows(h, t, tokens, chunk.q, chunk.k, s.totals, chunk.number);
                 if (std::min(h.tokens.size, (segment + 1) * SEGMENT) == t + tokens) return;
-                load_values(call.value, h.key_head, h, t, tokens, chunk.numbers + COMPETITION * CHUNK, values);
-                product<A, true, true>(call.value_dim, D, tokens, values, E, chunk.k, D, memory_T, D);
+                load_values(call.value, h.key_head, h, t, tokens, chunk.number[COMPETITION], s.values);
+                product<A, true, true>(call.value_dim, D, tokens, s.values, E, chunk.k, D, memory_T, D);
             });
             const int64_t last = (std::min(h.tokens.size, (segment + 1) * SEGMENT) - 1) / CHUNK * CHUNK;
             for (int64_t t = last; t >= segment * SEGMENT; t -= CHUNK)
-                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), recomputed[t % SEGMENT / CHUNK], grad, space);
+                backward_chunk(h, t, std::min(CHUNK, h.tokens.size - t), s.recomputed[t % SEGMENT / CHUNK], grad,
+                               s.chunk);
         }
         call.write_grad_powers(index, A(grad.tau), A(grad.gamma));
         if (!call.grad_sums) return;
         write_state(end, call.grad_sums, call.grad_memory);
-        A* scalars = (A*)call.grad_scalars + index * 3;
-        const bool begun = call.scalars && ((const A*)call.scalars)[index * 3] > 0;
-        scalars[0] = 0;
-        scalars[1] = call.competition == SOFTMAX_COMPETITION && !begun ? A(0) : grad.log;
-        scalars[2] = ((const A*)call.grad_end_scalars)[index * 3 + 2];
+        const bool begun = call.scalars && ((const StateScalars*)call.scalars)[index].count > 0;
+        const A grad_log = call.competition == SOFTMAX_COMPETITION && !begun ? A(0) : grad.log;
+        ((StateScalars*)call.grad_scalars)[index] = {0, grad_log, grad_end[index].log_incoming};
     }
 
-    int64_t backward_space() const {
-        const int64_t chunk =
-            CHUNK * 2 * D + padded(NUMBERS * CHUNK, LINE<A>) + padded(SUMS * D, LINE<A>) + E * D;
-        return 2 * SUMS * D + 4 * D * E + CHUNK * E + SEGMENT / CHUNK * chunk +  //
-               CHUNK * (8 * D + 4 * E) + 2 * CHUNK * CHUNK + 8 * CHUNK + 256;
-    }
-
-    void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad, A* space) const {
-        auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-        A *q = chunk.q, *k = chunk.k, *received = take(CHUNK), *alpha_dalpha = take(CHUNK), *c_dc = take(CHUNK);
-        A *conserved_in = take(CHUNK), *conserved_out = take(CHUNK);
-        A *grads = take(CHUNK * E), *values = take(CHUNK * E), *grad_values = take(CHUNK * E);
-        A* transposed = take(CHUNK * std::max(D, E));
-        A *products = take(CHUNK * CHUNK), *grad_products = take(CHUNK * CHUNK);
-        A *grad_q = take(CHUNK * D), *grad_k = take(CHUNK * D), *totals = take(CHUNK * 4 * D);
-        auto number = [&](int i) { return chunk.numbers + i * CHUNK; };
-        const A *position = number(POSITION), *in = number(INVERSE_INCOMING), *out = number(INVERSE_OUTGOING);
-        const A* competition = number(COMPETITION);
+    void backward_chunk(const Head& h, int64_t t, int64_t tokens, const Chunk& chunk, Gradient& grad,
+                        const ChunkSpace& s) const {
+        A *q = chunk.q, *k = chunk.k, *received = s.received, *alpha_dalpha = s.alpha_dalpha, *c_dc = s.c_dc;
+        A *conserved_in = s.conserved_in, *conserved_out = s.conserved_out;
+        A *grads = s.grads, *values = s.values, *grad_values = s.grad_values;
+        A *products = s.products, *grad_products = s.grad_products, *grad_q = s.grad_q, *grad_k = s.grad_k;
+        const Numbers number = chunk.number;
+        const A *position = number[POSITION], *in = number[INVERSE_INCOMING], *out = number[INVERSE_OUTGOING];
+        const A* competition = number[COMPETITION];
 
         // R = α/(I D) (q S + P c V), where S sums the earlier chunks, and P is the lower triangle of q kᵀ
-        this->received(tokens, chunk.numbers, received);
+        this->received(tokens, number, received);
         load_values(call.grad, h.head, h, t, tokens, received, grads);
         load_values(call.value, h.key_head, h, t, tokens, competition, values);
-        lower_product(tokens, D, call.dim, q, k, transposed, products);
-        lower_product(tokens, E, call.value_dim, grads, values, transposed, grad_products);
+        lower_product(tokens, D, call.dim, q, k, s.transposed, products);
+        lower_product(tokens, E, call.value_dim, grads, values, s.transposed, grad_products);
         product<A, false, false>(tokens, D, call.value_dim, grads, E, chunk.memory_T, D, grad_q, D);
         row_dots(tokens, D, q, grad_q, alpha_dalpha);
         product<A, false, false>(tokens, E, call.dim, k, D, grad.memory, E, grad_values, E);
@@ -437,69 +495,76 @@ template <class T> struct Causal {
         add_lower(tokens, D, grad_products, k, grad_q);
         product<A, true, true>(call.dim, E, tokens, q, D, grads, E, grad.memory, E);
         transpose(D, E, grad.memory, E, grad.memory_T, D);
-        if (call.renormalize) backward_norm(tokens, chunk, grad, alpha_dalpha, totals, c_dc, grad_q, grad_k);
+        if (call.renormalize) backward_norm(tokens, chunk, grad, s);
 
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_gate = alpha_dalpha[i] * (1 - number(gate)[i]) * h.gamma;
+            const A grad_gate = alpha_dalpha[i] * (1 - number[gate][i]) * h.gamma;
             conserved_in[i] = call.allocation == NO_ALLOCATION ? A(0) : grad_gate / position[i];
             A flow = 0;
             if (call.competition == SIGMOID_COMPETITION) flow = c_dc[i] * (1 - competition[i]);
             if (call.competition == SOFTMAX_COMPETITION) {
                 // exp(L) Σ dL' exp(−L') over this token and later ones, where L is the running log Σ exp(τ Ô)
                 grad.log -= c_dc[i];
-                flow = c_dc[i] + number(SHARE)[i] * grad.log;
-                grad.log *= number(DECAY)[i];
+                flow = c_dc[i] + number[SHARE][i] * grad.log;
+                grad.log *= number[DECAY][i];
             }
-            conserved_out[i] = number(CLAMPED)[i] ? A(0) : flow * h.tau / position[i];
+            conserved_out[i] = number[CLAMPED][i] ? A(0) : flow * h.tau / position[i];
             if (call.powers) {
-                grad.tau += flow * number(FLOW)[i];
-                grad.gamma += alpha_dalpha[i] * std::log(number(GATE)[i]);
+                grad.tau += flow * number[FLOW][i];
+                grad.gamma += alpha_dalpha[i] * std::log(number[GATE][i]);
             }
         }
         if (call.renormalize) std::fill_n(alpha_dalpha, tokens, A(0));  // the result does not depend on I directly
 
-        // the four sums up to each token, plus ε: planes of (CHUNK, D) in `totals`
-        for (int sum = 0; sum < 4; sum++) {
-            const A *x = sum % 2 ? q : k, *factor = sum < 2 ? nullptr : sum % 2 ? in : out;
+        auto add_up = [&](FeatureSum which, const A* x, const A* factor) {
             auto row = [=](int64_t i, int64_t c) { return (factor ? factor[i] : A(1)) * load(x + i * D + c); };
-            running_sums(tokens, row, chunk.sums + sum * D, totals + sum * CHUNK * D);
-        }
+            running_sums(tokens, row, chunk.sums[which], s.totals[which]);
+        };
+        add_up(KEY_SUM, k, nullptr);
+        add_up(QUERY_SUM, q, nullptr);
+        add_up(CONSERVED_KEY_SUM, k, out);
+        add_up(CONSERVED_QUERY_SUM, q, in);
+        A *grad_key_sum = grad.sums[KEY_SUM], *grad_conserved_key_sum = grad.sums[CONSERVED_KEY_SUM];
+        A *grad_query_sum = grad.sums[QUERY_SUM], *grad_conserved_query_sum = grad.sums[CONSERVED_QUERY_SUM];
         features.with_derivative([&](auto derivative) {
             for (int64_t i = tokens - 1; i >= 0; i--) {
-                const A *x = q + i * D, *y = k + i * D, *total = totals + i * D;
-                add_raised(grad.conserved_key_sum, conserved_in[i], x);
-                add_raised(grad.conserved_query_sum, conserved_out[i], y);
-                const A through_in = dot(D, x, grad.conserved_query_sum);
-                const A through_out = dot(D, y, grad.conserved_key_sum);
+                const A *x = q + i * D, *y = k + i * D;
+                const A *key_total = s.totals[KEY_SUM] + i * D, *query_total = s.totals[QUERY_SUM] + i * D;
+                const A* conserved_key_total = s.totals[CONSERVED_KEY_SUM] + i * D;
+                const A* conserved_query_total = s.totals[CONSERVED_QUERY_SUM] + i * D;
+                add_raised(grad_conserved_key_sum, conserved_in[i], x);
+                add_raised(grad_conserved_query_sum, conserved_out[i], y);
+                const A through_in = dot(D, x, grad_conserved_query_sum);
+                const A through_out = dot(D, y, grad_conserved_key_sum);
                 const A flow_in = -(alpha_dalpha[i] + through_in * in[i]) * in[i] / position[i];
                 const A flow_out = -through_out * out[i] * out[i] / position[i];
-                add_raised(grad.key_sum, flow_in, x);
-                add_raised(grad.query_sum, flow_out, y);
+                add_raised(grad_key_sum, flow_in, x);
+                add_raised(grad_query_sum, flow_out, y);
                 write_row(call.grad_query.at<T>(h.row, h.head, h.tokens.start + t + i), call.dim, [&](int64_t c) {
-                    Vector<A> sum = load(grad_q + i * D + c) + load(grad.query_sum + c);
-                    sum += flow_in * load(total + c) + conserved_in[i] * load(total + 2 * CHUNK * D + c);
-                    return (sum + in[i] * load(grad.conserved_query_sum + c)) * derivative(load(x + c));
+                    Vector<A> sum = load(grad_q + i * D + c) + load(grad_query_sum + c);
+                    sum += flow_in * load(key_total + c) + conserved_in[i] * load(conserved_key_total + c);
+                    return (sum + in[i] * load(grad_conserved_query_sum + c)) * derivative(load(x + c));
                 });
                 write_source(call.grad_key, call.dim, h, h.tokens.start + t + i, [&](int64_t c) {
-                    Vector<A> sum = load(grad_k + i * D + c) + load(grad.key_sum + c);
-                    sum += flow_out * load(total + CHUNK * D + c) + conserved_out[i] * load(total + 3 * CHUNK * D + c);
-                    return (sum + out[i] * load(grad.conserved_key_sum + c)) * derivative(load(y + c));
+                    Vector<A> sum = load(grad_k + i * D + c) + load(grad_key_sum + c);
+                    sum += flow_out * load(query_total + c) + conserved_out[i] * load(conserved_query_total + c);
+                    return (sum + out[i] * load(grad_conserved_key_sum + c)) * derivative(load(y + c));
                 });
             }
         });
     }
 
     // if renormalised: add the gradients through the norm ⟨q, Σ c k⟩ to c dc and to the gradients of the features
-    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const A* alpha_dalpha, A* totals,
-                       A* c_dc, A* grad_q, A* grad_k) const {
-        const A *competition = chunk.numbers + COMPETITION * CHUNK, *position = chunk.numbers + POSITION * CHUNK;
-        competing_sums(tokens, chunk.k, competition, chunk.sums, totals);
+    void backward_norm(int64_t tokens, const Chunk& chunk, const Gradient& grad, const ChunkSpace& s) const {
+        const A *competition = chunk.number[COMPETITION], *position = chunk.number[POSITION];
+        A *totals = s.totals[KEY_SUM], *grad_competing_sum = grad.sums[COMPETING_SUM];  // `totals`: free until later
+        competing_sums(tokens, chunk.k, competition, chunk.sums[COMPETING_SUM], totals);
         for (int64_t i = tokens - 1; i >= 0; i--) {
-            const A grad_norm = -alpha_dalpha[i] * chunk.numbers[norm * CHUNK + i] / position[i];
-            add_raised(grad.competing_sum, grad_norm, chunk.q + i * D);
-            c_dc[i] += competition[i] * dot(D, chunk.k + i * D, grad.competing_sum);
-            add_outer(1, D, &grad_norm, totals + i * D, grad_q + i * D);
-            add_outer(1, D, competition + i, grad.competing_sum, grad_k + i * D);
+            const A grad_norm = -s.alpha_dalpha[i] * chunk.number[norm][i] / position[i];
+            add_raised(grad_competing_sum, grad_norm, chunk.q + i * D);
+            s.c_dc[i] += competition[i] * dot(D, chunk.k + i * D, grad_competing_sum);
+            add_outer(1, D, &grad_norm, totals + i * D, s.grad_q + i * D);
+            add_outer(1, D, competition + i, grad_competing_sum, s.grad_k + i * D);
         }
     }
 
@@ -516,7 +581,10 @@ template <class T> struct Causal {
 
     void run(bool backward) const {
         const int64_t heads = call.sequences * call.heads;
-        const int64_t space = padded(backward ? backward_space() : forward_space(), LINE<A>);
+        Arena<A> arena;
+        if (backward) BackwardSpace(*this, arena);
+        else ForwardSpace(*this, arena);
+        const int64_t space = arena.size();
         const int threads = workers(call);
         advise_results<T>(call, backward);
         Buffer<A> memory(threads * space);

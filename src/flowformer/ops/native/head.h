@@ -16,12 +16,7 @@ template <class T> struct BidirectionalHead {
     A *inverse_incoming, *allocation, *inverse_outgoing, *competition;
     A* inverse_norm;  // likewise: 1/I, or 1/⟨q, Σ c k⟩ if renormalised
     A* gate;          // likewise: α before its power
-    A* record;        // kept for the backward pass, see `record_size`
-
-    // a record holds the sums of features and S, or the flow matrix of a short head; `op.py` allocates it
-    static int64_t record_size(const Call& call) {
-        return (call.feature_sums() + padded(call.value_dim, LINE<A>)) * padded(call.dim, LINE<A>);
-    }
+    A* record;        // kept for the backward pass: the sums of features, then S; or the flow matrix of a short head
 
     static BidirectionalHead of(const Call& call, int64_t index) {
         BidirectionalHead h{};
@@ -40,17 +35,19 @@ template <class T> struct BidirectionalHead {
         h.tau = call.tau<A>(h.head);
         h.gamma = call.gamma<A>(h.head);
         // layout of `kept`: the records of all heads, then planes of one number per token
+        const int64_t record_size = call.record_size<A>();
+        h.record = (A*)call.kept + index * record_size;
+        A* planes = (A*)call.kept + call.sequences * call.heads * record_size;
         const int64_t plane_row = h.row * call.heads + h.head, plane_rows = call.rows() * call.heads;
-        const int64_t plane = plane_rows * call.sinks;
-        A* flows = (A*)call.kept + call.sequences * call.heads * record_size(call);
-        h.record = (A*)call.kept + index * record_size(call);
-        h.inverse_incoming = flows + plane_row * call.sinks + h.sinks.start;
-        h.allocation = h.inverse_incoming + plane;
-        h.inverse_norm = call.renormalize ? h.allocation + plane : h.inverse_incoming;
-        h.gate = call.powers ? h.inverse_norm + plane : h.allocation;
-        flows += (2 + (call.renormalize ? 1 : 0) + (call.powers ? 1 : 0)) * plane;
-        h.inverse_outgoing = flows + plane_row * call.sources + h.sources.start;
-        h.competition = h.inverse_outgoing + plane_rows * call.sources;
+        auto next_plane = [&](int64_t tokens, Span span) {
+            return std::exchange(planes, planes + plane_rows * tokens) + plane_row * tokens + span.start;
+        };
+        h.inverse_incoming = next_plane(call.sinks, h.sinks);
+        h.allocation = next_plane(call.sinks, h.sinks);
+        h.inverse_norm = call.renormalize ? next_plane(call.sinks, h.sinks) : h.inverse_incoming;
+        h.gate = call.powers ? next_plane(call.sinks, h.sinks) : h.allocation;
+        h.inverse_outgoing = next_plane(call.sources, h.sources);
+        h.competition = next_plane(call.sources, h.sources);
         return h;
     }
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 MAX_DIM = 256
 SEGMENT = 384  # tokens between two states that causal attention keeps, as in `causal.h`
+KEPT_SCALARS = 4  # scalars of such a state, likewise
 _NOT_PACKED = None, None, 0, 0
 _NO_STATE = None, None, None
+_NO_STATES: tuple[Tensor | None, ...] = _NO_STATE * 4
 _NO_GRADIENTS = (None,) * 4
-_NO_STATES: tuple[Tensor | None, ...] = (None,) * 12
 
 
 def refusals(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, variant: FlowVariant) -> list[str]:
@@ -73,8 +74,8 @@ def recurrent(
     """See `flow_attention_recurrent`."""
     if state is None:
         state = empty_state(query, value, options.variant)
-    result, *rest = _causal(query, key, value, mask, state, _NOT_PACKED, options)
-    return result, tuple(rest[:3])
+    result, *end, _ = _causal(query, key, value, mask, state, _NOT_PACKED, options)
+    return result, tuple(end)
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causal: bool, options: Options) -> Tensor:
@@ -90,9 +91,11 @@ def packed(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, is_causa
 def _bidirectional(
     query: Tensor, key: Tensor, value: Tensor, masks: Masks, lengths: Sequence[Any], options: Options
 ) -> Tensor:
-    tensors = with_rows(query), with_rows(key), with_rows(value), *masks, *lengths[:2], options.powers
+    cu_seqlens_q, cu_seqlens_k, *longest = lengths
+    tensors = with_rows(query), with_rows(key), with_rows(value), *masks, cu_seqlens_q, cu_seqlens_k, options.powers
     function = _Bidirectional if torch.compiler.is_compiling() else _EagerBidirectional
-    result: Tensor = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))[0]
+    result: Tensor
+    result, _ = function.apply(*distinct(*tensors), *longest, *_flat_options(options))
     return result
 
 
@@ -105,9 +108,11 @@ def _causal(
     lengths: Sequence[Any],
     options: Options,
 ) -> tuple[Tensor, ...]:
-    tensors = with_rows(query), with_rows(key), with_rows(value), mask, *state, *lengths[:2], options.powers
+    cu_seqlens_q, cu_seqlens_k, *longest = lengths
+    inputs = with_rows(query), with_rows(key), with_rows(value)
+    tensors = *inputs, mask, *state, cu_seqlens_q, cu_seqlens_k, options.powers
     function = _Causal if torch.compiler.is_compiling() else _EagerCausal
-    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *lengths[2:], *_flat_options(options))
+    outputs: tuple[Tensor, ...] = function.apply(*distinct(*tensors), *longest, *_flat_options(options))
     return outputs
 
 
@@ -119,44 +124,73 @@ def _flat_options(options: Options) -> tuple[Any, ...]:
 # these functions have the inputs and outputs of the operators at the end of this file
 class _Bidirectional(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _native_bidirectional(*inputs)
-        ctx.save_for_backward(*inputs[:8], outputs[1])
-        ctx.mark_non_differentiable(outputs[1])
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_mask: Mask,
+        key_mask: Mask,
+        cu_seqlens_q: Bounds,
+        cu_seqlens_k: Bounds,
+        powers: Powers,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = query, key, value, query_mask, key_mask, cu_seqlens_q, cu_seqlens_k, powers
+        result, kept = _native_bidirectional(*tensors, *options)
+        ctx.save_for_backward(*tensors, kept)
+        ctx.mark_non_differentiable(kept)
         ctx.set_materialize_grads(False)  # torch would allocate zeros as large as `kept` for its unused gradient
-        ctx.options = inputs[8:]
-        return outputs
+        ctx.options = options
+        return result, kept
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        *input_grads, grad_powers = differentiate(_native_bidirectional_backward, grads[0], *saved, *ctx.options)
-        powers = None if saved[7] is None else grad_powers
-        return *input_grads, None, None, None, None, powers, *(None for _ in ctx.options)
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        *tensors, powers, kept = ctx.saved_tensors
+        *grads, grad_powers = differentiate(_native_bidirectional_backward, grad, *tensors, powers, kept, *ctx.options)
+        no_masks, no_bounds, no_options = (None, None), (None, None), (None,) * len(ctx.options)
+        return *grads, *no_masks, *no_bounds, None if powers is None else grad_powers, *no_options
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = _native_causal(*inputs)
-        ctx.save_for_backward(*inputs[:10], outputs[4])
-        ctx.mark_non_differentiable(*(outputs[4:] if inputs[4] is not None else outputs[1:]))
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        sums: Tensor | None,
+        memory: Tensor | None,
+        scalars: Tensor | None,
+        cu_seqlens_q: Bounds,
+        cu_seqlens_k: Bounds,
+        powers: Powers,
+        *options: Any,
+    ) -> tuple[Tensor, ...]:
+        tensors = query, key, value, mask, sums, memory, scalars, cu_seqlens_q, cu_seqlens_k, powers
+        result, *end, kept = _native_causal(*tensors, *options)
+        ctx.save_for_backward(*tensors, kept)
+        ctx.mark_non_differentiable(*(() if sums is not None else end), kept)
         ctx.set_materialize_grads(False)
-        ctx.options = inputs[10:]
-        return outputs
+        ctx.options = options
+        return result, *end, kept
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *grad_end: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        query, value, state, powers = saved[0], saved[2], saved[4:7], saved[9]
+    def backward(ctx: Any, grad: Tensor | None, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, sums, memory, scalars, *bounds, powers, kept = ctx.saved_tensors
         if grad is None:
             grad = query.new_zeros(*query.shape[:3], value.shape[3])
-        pairs = zip(grad_end[:3], state, strict=True)
-        grad_end = tuple(torch.zeros_like(x) if each is None and x is not None else each for each, x in pairs)
-        *grads, grad_powers = differentiate(_native_causal_backward, grad, *grad_end, *saved, *ctx.options)
-        grad_start = grads[3:] if state[0] is not None else _NO_STATE
-        powers = None if powers is None else grad_powers
-        return *grads[:3], None, *grad_start, None, None, powers, *(None for _ in ctx.options)
+        *grad_end, _ = grad_outputs
+        pairs = zip(grad_end, (sums, memory, scalars), strict=True)
+        grad_end = [torch.zeros_like(x) if each is None and x is not None else each for each, x in pairs]
+        tensors = query, key, value, mask, sums, memory, scalars, *bounds, powers, kept
+        *grads, grad_sums, grad_memory, grad_scalars, grad_powers = differentiate(
+            _native_causal_backward, grad, *grad_end, *tensors, *ctx.options
+        )
+        grad_start = _NO_STATE if sums is None else (grad_sums, grad_memory, grad_scalars)
+        no_bounds, no_options = (None, None), (None,) * len(ctx.options)
+        return *grads, None, *grad_start, *no_bounds, None if powers is None else grad_powers, *no_options
 
 
 class _EagerBidirectional(NoForwardMode, _Bidirectional):
@@ -168,32 +202,72 @@ class _EagerCausal(NoForwardMode, _Causal):
 
 
 def _run_bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    lengths, powers, options = rest[:2] + rest[3:5], rest[2], rest[5:]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
-    result, kept = _empty_bidirectional(query, key, value, None, None, *rest)
-    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
-    run("bidirectional_forward", (query, key, value), outputs, bounds, masks, kept, _NO_STATES, powers, *options)
+    result, kept = _empty_bidirectional(
+        query, key, value, query_mask, key_mask, cu_seqlens_q, cu_seqlens_k, powers, *options
+    )
+    outputs, powers_and_grads = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    inputs = query, key, value
+    run("bidirectional_forward", inputs, outputs, bounds, masks, kept, _NO_STATES, powers_and_grads, *options)
     return result, kept
 
 
 def _run_bidirectional_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    kept: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
-    lengths, (powers, kept), options = rest[:2] + rest[4:6], rest[2:4], rest[6:]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     bounds, masks = _checked_bounds(query, key, lengths, False), _contiguous(query_mask, key_mask)
     inputs = query, key, value
     return _run_backward("bidirectional_backward", grad, inputs, bounds, masks, kept, _NO_STATES, powers, options)
 
 
-def _run_causal(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *rest: Any) -> tuple[Tensor, ...]:
-    state, lengths, powers, options = _contiguous(*rest[:3]), rest[3:5] + rest[6:8], rest[5], rest[8:]
+def _run_causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    sums: Tensor | None,
+    memory: Tensor | None,
+    scalars: Tensor | None,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
-    result, *end, kept = _empty_causal(query, key, value, None, *rest)
-    outputs, powers = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
-    states = _NO_STATES if state[0] is None else (*state, *end, *_NO_STATES[:6])
-    run("causal_forward", (query, key, value), outputs, bounds, masks, kept, states, powers, *options)
+    state = _contiguous(sums, memory, scalars)
+    result, *end, kept = _empty_causal(query, key, value, mask, sums, memory, scalars, cu_seqlens_q, *options)
+    outputs, powers_and_grads = (_zero_unused(result, bounds[0]), *_NO_GRADIENTS), (*_contiguous(powers), None)
+    inputs, states = (query, key, value), _NO_STATES if sums is None else (*state, *end, *_NO_STATE, *_NO_STATE)
+    run("causal_forward", inputs, outputs, bounds, masks, kept, states, powers_and_grads, *options)
     return result, *end, kept
 
 
@@ -206,13 +280,23 @@ def _run_causal_backward(
     key: Tensor,
     value: Tensor,
     mask: Mask,
-    *rest: Any,
+    sums: Tensor | None,
+    memory: Tensor | None,
+    scalars: Tensor | None,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    kept: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
-    state, lengths, (powers, kept), options = _contiguous(*rest[:3]), rest[3:5] + rest[7:9], rest[5:7], rest[9:]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     bounds, masks = _checked_bounds(query, key, lengths, True), _contiguous(mask, mask)
+    state = _contiguous(sums, memory, scalars)
     grad_start, states = _empty_like_state(query, state), _NO_STATES
-    if state[0] is not None:
-        states = (*state, *_NO_STATES[:3], *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
+    if sums is not None:
+        states = (*state, *_NO_STATE, *_contiguous(grad_sums, grad_memory, grad_scalars), *grad_start)
     inputs = query, key, value
     *grads, grad_powers = _run_backward("causal_backward", grad, inputs, bounds, masks, kept, states, powers, options)
     return *grads, *grad_start, grad_powers
@@ -250,16 +334,17 @@ def _run_backward(
     return *grads, grad_powers
 
 
-def _checked_bounds(query: Tensor, key: Tensor, lengths: Sequence[Any], is_causal: bool) -> list[Bounds]:
-    if lengths[0] is None:
+def _checked_bounds(query: Tensor, key: Tensor, lengths: tuple[Any, Any, int, int], is_causal: bool) -> list[Bounds]:
+    cu_seqlens_q, cu_seqlens_k, _, _ = lengths
+    if cu_seqlens_q is None:
         return [None, None]
     # imported here, so that importing the package stays fast
     from ..bounds import starts_and_lengths
 
     # not by `check_bounds`, which caches by version counter: bounds may share memory with a NumPy array, and writing to
     # that does not change the counter
-    starts_and_lengths(query.shape[2], key.shape[2], (lengths[0], lengths[1], lengths[2], lengths[3]), is_causal)
-    return [ends.long().contiguous() for ends in lengths[:2]]
+    starts_and_lengths(query.shape[2], key.shape[2], lengths, is_causal)
+    return [ends.long().contiguous() for ends in (cu_seqlens_q, cu_seqlens_k)]
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -274,13 +359,22 @@ def _zero_unused(x: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _empty_bidirectional(
-    query: Tensor, key: Tensor, value: Tensor, query_mask: Mask, key_mask: Mask, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, sinks), powers, renormalize = query.shape[:3], rest[2], rest[-1]
+    batch, heads, sinks, _ = query.shape
+    *_, renormalize = rest  # the last argument of the operator
     # a record for each head, and two numbers for each token; sinks have one more if renormalised (the norm) and one
     # more with powers (the gate before its power)
     numbers = (2 + renormalize + (powers is not None)) * sinks + 2 * key.shape[2]
-    size = _sequences(query, rest[0]) * heads * _record_size(query, value, renormalize) + batch * heads * numbers
+    size = _sequences(query, cu_seqlens_q) * heads * _record_size(query, value, renormalize) + batch * heads * numbers
     return empty_result(query, value.shape[-1]), query.new_empty((size,), dtype=sum_dtype(query))
 
 
@@ -292,14 +386,16 @@ def _empty_causal(
     sums: Tensor | None,
     memory: Tensor | None,
     scalars: Tensor | None,
-    cu_seqlens: Bounds,
+    cu_seqlens_q: Bounds,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    batch, heads, length = query.shape[:3]
+    batch, heads, length, _ = query.shape
+    *_, renormalize = rest  # the last argument of the operator
     # the state before each segment of a sequence except the first
-    segments = length // SEGMENT * batch if cu_seqlens is None else length // SEGMENT + _sequences(query, cu_seqlens)
+    segments = length // SEGMENT
+    segments = segments * batch if cu_seqlens_q is None else segments + _sequences(query, cu_seqlens_q)
     # two more numbers, since Dynamo specialises on sizes of 0 and 1
-    size = segments * heads * (_record_size(query, value, rest[-1]) + 4) + 2
+    size = segments * heads * (_record_size(query, value, renormalize) + KEPT_SCALARS) + 2
     kept = query.new_empty((size,), dtype=sum_dtype(query))
     return empty_result(query, value.shape[-1]), *_empty_like_state(query, (sums, memory, scalars)), kept
 
@@ -338,14 +434,40 @@ def _empty_rows(x: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def _empty_bidirectional_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    query, key, value, _, _, _, _, powers = rest[:8]
+def _empty_bidirectional_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_mask: Mask,
+    key_mask: Mask,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
     return *_empty_gradients(query, key, value), _empty_powers(query, powers)
 
 
-def _empty_causal_gradients(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, _, query, key, value, _, *state, _, _, powers = rest[:13]
-    return *_empty_gradients(query, key, value), *_empty_like_state(query, state), _empty_powers(query, powers)
+def _empty_causal_gradients(
+    grad: Tensor,
+    grad_sums: Tensor | None,
+    grad_memory: Tensor | None,
+    grad_scalars: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    sums: Tensor | None,
+    memory: Tensor | None,
+    scalars: Tensor | None,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    powers: Powers,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    state = _empty_like_state(query, (sums, memory, scalars))
+    return *_empty_gradients(query, key, value), *state, _empty_powers(query, powers)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"

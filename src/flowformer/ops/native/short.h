@@ -9,8 +9,6 @@
 // and the norm of a renormalised result is ω_i = Σ_j P_ij c_j + ε (q_i + Σ_j c_j k_j) + D ε².
 #pragma once
 
-#include <utility>
-
 #include "head.h"
 
 template <class T> struct Short {
@@ -30,32 +28,33 @@ template <class T> struct Short {
         return h.sinks.size > 0 && length <= BLOCK && 2 * length * (D + E) <= 3 * D * E;
     }
 
-    static int64_t space(const Call& call) {
-        const int64_t D = padded(call.dim, LINE<A>), E = padded(call.value_dim, LINE<A>);
-        return BLOCK * (3 * D + 2 * E + std::max(D, E) + BLOCK + NUMBERS);
-    }
-
     // arrays in `Space` of one number per token, 0 after the last token
     enum { ONES, QUERY, KEY, IN, OUT, CONSERVED_IN, CONSERVED_OUT, ALPHA_DALPHA, FACTOR, COMPETITION, NORM, NUMBERS };
 
     struct Space {
         A *q, *k, *gradient, *values, *rows, *transposed, *products, *numbers;
 
-        Space(int64_t D, int64_t E, A* space) {
-            auto take = [&](int64_t size) { return std::exchange(space, space + padded(size, LINE<A>)); };
-            q = take(BLOCK * D);
-            k = take(BLOCK * D);
-            gradient = take(BLOCK * D);
-            values = take(BLOCK * E);
-            rows = take(BLOCK * E);
-            transposed = take(BLOCK * std::max(D, E));
-            products = take(BLOCK * BLOCK);
-            numbers = take(BLOCK * NUMBERS);
-            std::fill_n(numbers, BLOCK * NUMBERS, A(0));
-            std::fill_n(numbers + ONES * BLOCK, BLOCK, A(1));
-        }
+        Space(int64_t D, int64_t E, Arena<A>& arena)
+            : q(arena.take(BLOCK * D)), k(arena.take(BLOCK * D)), gradient(arena.take(BLOCK * D)),
+              values(arena.take(BLOCK * E)), rows(arena.take(BLOCK * E)), transposed(arena.take(BLOCK * std::max(D, E))),
+              products(arena.take(BLOCK * BLOCK)), numbers(arena.take(BLOCK * NUMBERS)) {}
+
         A* operator[](int name) const { return numbers + name * BLOCK; }
     };
+
+    int64_t space_size() const {
+        Arena<A> arena;
+        Space(D, E, arena);
+        return arena.size();
+    }
+
+    Space begin(A* space) const {
+        Arena<A> arena(space);
+        const Space s(D, E, arena);
+        std::fill_n(s.numbers, BLOCK * NUMBERS, A(0));
+        std::fill_n(s[ONES], BLOCK, A(1));
+        return s;
+    }
 
     // x yᵀ, for rows x of the sinks and y of the sources
     void multiply(const Head& h, const A* x, A* y, int64_t width, int64_t length, A* transposed, A* result) const {
@@ -104,7 +103,7 @@ template <class T> struct Short {
 
     void forward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
-        const Space s(D, E, space);
+        const Space s = begin(space);
         A *P = h.record, *in = s[IN], *out = s[OUT], *conserved_in = s[CONSERVED_IN];
         load_features(h, s);
         multiply(h, s.q, s.k, D, call.dim, s.transposed, P);
@@ -143,7 +142,7 @@ template <class T> struct Short {
     // plus dω_i c_j if renormalised.
     void backward(const Head& h, A* space) const {
         const int64_t n = h.sinks.size, m = h.sources.size, columns = padded(m, LANES<A>);
-        const Space s(D, E, space);
+        const Space s = begin(space);
         const A *P = h.record, eps = A(call.eps);
         A *W = s.products, *in = s[IN], *out = s[OUT], *grad_in = s[CONSERVED_IN], *grad_out = s[CONSERVED_OUT];
         load_features(h, s);
