@@ -8,7 +8,7 @@ TWO_WORKERS := -n 2 --dist worksteal
 # workers, and the programs that they start, share what one of them has compiled
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test quick mutation test-oldest demo lint docs bench clean
+.PHONY: test quick mutation test-oldest demo lint docs bench results clean
 
 # the documentation is built by tests/test_docs.py
 test: lint
@@ -39,6 +39,13 @@ docs: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/flowformer bench attention
+
+# the committed tables and page of our runs, with the runs below the folder RUNS added
+results: $(VENV)/installed
+	$(BIN)/flowformer results results/reproduce.csv results/reproduce.html $(RUNS) --out build/results > /dev/null
+	cp build/results/results.csv results/reproduce.csv
+	cp build/results/results.html results/reproduce.html
+	cp build/results/results.md docs/results.md
 
 # ops, nn and models with the oldest supported torch and its Triton, whose interpreter needs numpy < 2.4
 test-oldest: $(OLDEST)/installed

@@ -175,12 +175,17 @@ class TestTable:
 
     def test_every_run_of_a_table_is_shown_once(self):
         """On the committed results: no run is lost, and no heading holds overrides."""
-        rows = collect([ROOT / "results/reproduce-h200.csv", ROOT / "results/reproduce-cpu.csv"])
+        rows = collect([ROOT / "results/reproduce.csv"])
         filled = summary.fill(rows)
         shown = [run["folder"] for table in filled for run in table.runs]
         assert sorted(shown) == sorted(row["folder"] for row in rows)
         names = [name for table in filled for name in (*table.grid()[0], *(line for line, _ in table.grid()[1]))]
         assert not [name for name in names if "=" in name]
+
+    def test_the_committed_tables_and_page_have_the_committed_runs(self):
+        rows = collect([ROOT / "results/reproduce.csv"])
+        assert (ROOT / "docs/results.md").read_text() == summary.markdown(rows) + "\n", "run make results"
+        assert collect([ROOT / "results/reproduce.html"]) == rows, "run make results"
 
     def test_a_table_that_only_repeats_runs_is_left_out(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
@@ -305,6 +310,32 @@ class TestCollect:
         with pytest.raises(FileNotFoundError, match="accepted: a folder with runs below it"):
             collect([tmp_path / "nowhere"])
 
+    def test_a_page_is_as_good_as_its_folders(self, vowels, tmp_path):
+        """With the curves, which a CSV does not have."""
+        rows = collect([vowels])
+        *_, page = summary.write(rows, tmp_path / "first")
+        shutil.rmtree(vowels / "uea")
+        assert collect([page]) == rows
+        *_, again = summary.write(rows, tmp_path / "again", sources=[page])
+        assert again.read_text() == page.read_text()
+        assert '"training loss": [[' in again.read_text()
+
+    def test_other_pages_are_refused(self, vowels, tmp_path):
+        *_, page = summary.write(collect([vowels]), tmp_path / "out")
+        text = page.read_text()
+        for damaged in (
+            "",
+            text.partition('id="data"')[0],
+            text.replace('"runs"', "runs"),
+            text.replace('"runs"', '"r"'),
+        ):
+            page.write_text(damaged)
+            with pytest.raises(ValueError, match=r"results\.html is no page of results, or damaged"):
+                collect([page])
+        page.write_text(text.replace('"best_chosen_on": "test"', '"best_chosen_on": "luck"'))
+        with pytest.raises(ValueError, match=r"seed 0.*column best_chosen_on is 'luck'; accepted: valid, test"):
+            collect([page])
+
     @pytest.mark.parametrize("content", ["", "{}", None])
     def test_a_damaged_run_is_named(self, vowels, content):
         path = next(vowels.rglob("provenance.json"))
@@ -363,7 +394,7 @@ class TestCollect:
             collect([vowels])
 
     def test_a_table_is_read_without_the_packages_of_training(self):
-        path = ROOT / "results/reproduce-cpu.csv"
+        path = ROOT / "results/reproduce.csv"
         code = f"""if True:
             import sys
             from pathlib import Path

@@ -10,7 +10,7 @@ from torch import nn
 
 from flowformer import viz
 from flowformer.models import DeiTConfig, FlowformerDeiT, FlowformerTimeSeries, TimeSeriesConfig
-from flowformer.viz.page import POINTS, results_page
+from flowformer.viz.page import POINTS, curves, results_page
 
 CURVES = """kind,shape,contestant,forward_ms,both_ms,device,dtype
 causal,B1 H2 N1024 d64,ours,1.5,4.0,H200,bfloat16
@@ -101,7 +101,7 @@ class TestTraining:
 @pytest.mark.parametrize("updates", [2, 300, 301, 1000])
 def test_a_long_curve_of_the_page_ends_with_its_last_point(updates):
     log = [{"kind": "train", "step": step, "loss": 1 / step} for step in range(1, updates + 1)]
-    page = results_page("title", [], [{"name": "run", "facts": {}, "log": log}], {})
+    page = results_page("title", [], [{"name": "run", "facts": {}, "curves": curves(log)}], {})
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     points = data["runs"][0]["curves"]["training loss"]
     assert len(points) == -(-updates // -(-updates // POINTS)) <= POINTS

@@ -40,7 +40,7 @@ def reproduce(
     ),
     known: Annotated[
         list[Path] | None,
-        typer.Option(help="A results.csv; its runs are not run again, but are in the tables. Repeatable."),
+        typer.Option(help="A results.csv or results.html, whose runs are in the tables and not run again. Repeatable."),
     ] = None,
     data: DataDir = None,
     show: Annotated[bool, typer.Option("--list", help="Show the cells and their states, and run nothing.")] = False,
@@ -81,7 +81,7 @@ def reproduce(
             speeds = out / "speed" / queue.SPEED
             if speeds.exists():
                 figures |= draw_speeds(speeds, out / "figures")
-            written = summary.write(rows, out, figures)
+            written = summary.write(rows, out, figures, known or ())
     if rows:
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")
@@ -142,7 +142,8 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
 @command(app, "results")
 def results(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Folders with runs below them, or results.csv files; default runs.")
+        list[Path] | None,
+        typer.Argument(help="Folders with runs below them, results.csv or results.html files; default runs."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write results.csv, results.md and results.html into this folder.")
@@ -154,6 +155,7 @@ def results(
 
     Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides are in separate
     tables without the paper's numbers; a footnote marks overrides that change only the arithmetic, such as precision.
+    An earlier results.html keeps the curves of runs whose folders are gone.
     """
     from ..train import summary
     from ..train.results import collect
@@ -163,7 +165,7 @@ def results(
     if not rows:
         raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
     if out is not None:
-        written = summary.write(rows, out, _draw_figures(rows, out / "figures", data))
+        written = summary.write(rows, out, _draw_figures(rows, out / "figures", data), sources)
         errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
     print(json.dumps(rows) if as_json else summary.markdown(rows))
 

@@ -87,23 +87,35 @@ def collect(sources: Iterable[Path]) -> list[Row]:
     """A row for each finished run; duplicates are dropped.
 
     Args:
-        sources: folders with runs somewhere below them, and CSV files that `write_csv` wrote.
+        sources: folders with runs somewhere below them, CSV files that `write_csv` wrote, and pages (results.html).
     """
     collected: dict[tuple, Row] = {}
     for source in sources:
         if not source.exists():
-            raise FileNotFoundError(f"there is no {source}; accepted: a folder with runs below it, or a results.csv.")
-        rows = (
-            _read_csv(source)
-            if source.is_file()
-            else (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
-        )
-        for row in rows:
-            first = collected.setdefault(tuple(row[name] for name in ("recipe", "attention", "overrides", "seed")), row)
-            # if the same run is both a row of a CSV and a folder, keep the folder
+            raise FileNotFoundError(
+                f"there is no {source}; accepted: a folder with runs below it, a results.csv, or a results.html."
+            )
+        for row in _rows(source):
+            first = collected.setdefault(identity(row), row)
+            # if the same run is both a row of a file and a folder, keep the folder
             if not Path(first["folder"]).is_dir() and Path(row["folder"]).is_dir():
                 first.update(row)
     return sorted(collected.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
+
+
+def identity(row: Row) -> tuple[str, ...]:
+    """What no two runs have in common; also of a row whose values are text."""
+    return tuple(str(row.get(name, "")) for name in ("recipe", "attention", "overrides", "seed"))
+
+
+def is_page(source: Path) -> bool:
+    return source.suffix == ".html"
+
+
+def _rows(source: Path) -> Iterable[Row]:
+    if source.is_dir():
+        return (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
+    return _read_page(source) if is_page(source) else _read_csv(source)
 
 
 def same_experiment(differences: str) -> bool:
@@ -257,6 +269,16 @@ def _read_csv(path: Path) -> Iterable[Row]:
                 raise ValueError(
                     f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."
                 ) from error
+
+
+def _read_page(path: Path) -> Iterable[Row]:
+    from ..viz.page import read_runs  # here, since it imports matplotlib
+
+    for run in read_runs(path):
+        try:
+            yield _typed({name: run["facts"].get(name) for name in _COLUMNS})
+        except ValueError as error:
+            raise ValueError(f"{path}, {run['name']}: {error}. Make the page again, or copy it again.") from error
 
 
 __getattr__ = moved(

@@ -18,7 +18,7 @@ from typing import Any
 from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
-from .results import Row, is_arithmetic, same_experiment, write_csv
+from .results import Row, identity, is_arithmetic, is_page, same_experiment, write_csv
 from .tables import DATA_OPTIONS, FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
@@ -406,12 +406,15 @@ def _markdown_table(headings: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = None) -> list[Path]:
+def write(
+    rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = None, sources: Iterable[Path] = ()
+) -> list[Path]:
     """Write results.csv, with a row per run; results.md, with the tables; and results.html, with tables and curves.
 
     Args:
         rows: the runs, from `collect`.
         figures: images for the HTML page by their captions.
+        sources: where the runs come from, as for `collect`; pages among them keep the curves of runs without a folder.
 
     Returns: the files that were written; without matplotlib there is no HTML page.
     """
@@ -420,16 +423,17 @@ def write(rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = No
     write_csv(rows, csv)
     write_atomically(text, markdown(rows) + "\n")
     try:
-        write_atomically(html, page(rows, figures or {}))
+        write_atomically(html, page(rows, figures or {}, sources))
     except ImportError:
         return [csv, text]
     return [csv, text, html]
 
 
-def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
+def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] = ()) -> str:
     """The page of results as HTML."""
-    from ..viz.page import results_page
+    from ..viz.page import curves, read_runs, results_page
 
+    kept = {identity(run["facts"]): run["curves"] for path in sources if is_page(path) for run in read_runs(path)}
     numbers = {id(row): i for i, row in enumerate(rows)}
     tables: list[dict[str, Any]] = []
     for table in fill(rows):
@@ -453,7 +457,11 @@ def page(rows: list[Row], figures: Mapping[str, Path]) -> str:
             "name": f"{row['recipe']}, {row['attention']}, seed {row['seed']}: "
             f"final {row['final']:.2f}, best {row['best']:.2f}",
             "facts": {name: str(value) for name, value in row.items() if value not in (None, "")},
-            "log": read_log(Path(row["folder"])) if (Path(row["folder"]) / LOG).is_file() else [],
+            "curves": (
+                curves(read_log(Path(row["folder"])))
+                if (Path(row["folder"]) / LOG).is_file()
+                else kept.get(identity(row), {})
+            ),
         }
         for row in rows
     ]

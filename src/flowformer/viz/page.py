@@ -1,6 +1,7 @@
 """The results page: one self-contained HTML file with sortable tables, curves, figures and provenance.
 
-Its layout, style and script are in page.html, in which `results_page` fills in the title and the data.
+Its layout, style and script are in page.html, in which `results_page` fills in the title and the data. `read_runs`
+reads the runs of a page back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import base64
 import html
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -18,6 +20,8 @@ from typing import Any
 from .curves import curve_points
 
 POINTS = 300  # maximum number of points of a curve, which is more than a screen resolves
+Curves = dict[str, list[list[float]]]  # points (update, value) by the name of the curve
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 
 def results_page(
@@ -33,12 +37,12 @@ def results_page(
         tables: each with "title", "note" (paragraphs separated by empty lines), "headings" and "lines". A line is a
             name, which has the first heading, and its cells; a cell is None or has "text", "value" (to sort by; text is
             aligned to the left), "below" (smaller lines of text) and "runs" (indices into `runs`).
-        runs: each with "name", "facts" (provenance to show) and "log" (log records).
+        runs: each with "name", "facts" (provenance to show) and "curves" (see `curves`).
         figures: paths of PNG images by caption.
     """
     data = {
         "tables": _finite(tables),
-        "runs": [{"name": run["name"], "facts": run["facts"], "curves": _curves(run["log"])} for run in runs],
+        "runs": list(runs),
         "figures": [
             {"caption": caption, "source": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}
             for caption, path in figures.items()
@@ -59,13 +63,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _curves(log: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """Return the training loss and each evaluation score as points (update, value), without NaN and infinity."""
-    curves: dict[str, list[list[float]]] = defaultdict(list)
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Return the runs of a page, as `results_page` took them."""
+    data = _DATA.search(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        return json.loads(data[1] if data else "")["runs"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no page of results, or damaged. Accepted: a results.html of flowformer results --out."
+        ) from error
+
+
+def curves(log: Sequence[Mapping[str, Any]]) -> Curves:
+    """Return the training loss and each evaluation score of a log, without NaN and infinity."""
+    every: Curves = defaultdict(list)
     for split, score, step, value in curve_points(log):
         if math.isfinite(value):
-            curves[f"{split} {score}"].append([step, value])
-    return {name: _thinned(points) for name, points in curves.items() if len(points) > 1}
+            every[f"{split} {score}"].append([step, value])
+    return {name: _thinned(points) for name, points in every.items() if len(points) > 1}
 
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
