@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -245,6 +246,23 @@ class TestWords:
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
         assert "pip install 'flowformer[train,ts,hf]'" in done.stderr
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux")
+    @pytest.mark.parametrize(
+        ("given", "spins"),
+        [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    )
+    def test_threads_spin_briefly_unless_the_user_says_otherwise(self, given, spins):
+        kept = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        done = subprocess.run(
+            [sys.executable, "-m", "flowformer.cli", "env"],
+            env=kept | given | {"OMP_DISPLAY_ENV": "verbose"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
     def test_a_reader_that_has_gone_is_no_error(self):
         def write():
