@@ -71,7 +71,7 @@ def test_unknown_options():
     with pytest.raises(ValueError, match=r"linear attention has no option 'rank'; accepted: none\."):
         build(models.FlowformerClassifier, "linear", rank=3)
     for name in ("flow", "flow-relu"):
-        with pytest.raises(ValueError, match=f"{name} attention has no options, got rank. Choose its variant instead."):
+        with pytest.raises(ValueError, match=rf"{name} attention has no option 'rank'; accepted: scale\."):
             build(models.FlowformerClassifier, name, rank=3)
 
 
@@ -97,7 +97,9 @@ class TestOverride:
         known = keys(override(recipes.get("lra/text"), ["attention=linformer", "rank=16"]))
         found = {key: value for key, value in known.items() if "options" in key and key.startswith("model")}
         assert found == {"model.attention_options.rank": 16, "model.attention_options.shared": True}
-        assert not any("attention_options" in key for key in keys(recipes.get("lra/text")))
+        flow = {key: value for key, value in keys(recipes.get("lra/text")).items() if "attention_options" in key}
+        assert flow == {"model.attention_options.scale": None}
+        assert override(recipes.get("lra/text"), ["scale=0.125"]).model.attention_options == {"scale": 0.125}
 
     @pytest.mark.parametrize(
         ("assignments", "message"),

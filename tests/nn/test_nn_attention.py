@@ -45,11 +45,13 @@ def by_hand(module, query, key, value, **options):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"head_dim": 5}, {"variant": "core"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"head_dim": 5}, {"variant": "core"}, {"scale": 0.3}], ids=str
+)
 def test_equals_projections_around_the_op(is_causal, options):
     module, x = build(is_causal=is_causal, **options), tokens()
     parameters = tuple(module.parameters())
-    result, expected = module(x), by_hand(module, x, x, x)
+    result, expected = module(x), by_hand(module, x, x, x, scale=options.get("scale", 1.0))
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn_like(result)
     grads, truth = (torch.autograd.grad(y, parameters, cotangent) for y in (result, expected))
@@ -478,3 +480,23 @@ def test_packed_sequences_have_no_maps():
     attention, x, bounds = FlowAttention(16, 4), torch.randn(1, 5, 16), torch.tensor([0, 2, 5])
     with record_maps(attention), pytest.raises(NotImplementedError, match="maps of packed"):
         attention(x, cu_seqlens=bounds)
+
+
+def test_the_scale_is_that_of_every_way_to_attend():
+    scaled, plain = build(is_causal=True, scale=0.3), build(is_causal=True)
+    plain.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        for projection in (plain.q_proj, plain.k_proj):
+            projection.weight.mul_(0.3)
+            projection.bias.mul_(0.3)
+    x = tokens(1)
+
+    def attend(module):
+        with record_maps(module) as maps:
+            whole = module(x)
+        packed = module(x, cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
+        continued, _ = module(x, state=module.new_state(1))
+        return whole, packed, continued, *maps[0]
+
+    torch.testing.assert_close(attend(scaled), attend(plain), rtol=1e-12, atol=1e-12)
+    assert "scale=0.3" in repr(scaled)

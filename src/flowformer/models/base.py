@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._utils import atomic_file, optional_import, read_json, suggestion, write_atomically
 from ..nn import record_maps
-from ..nn.attention import is_recording
+from ..nn.recording import is_recording
 from ..ops import FlowMaps, FlowVariant
 
 CONFIG_FILE = "config.json"

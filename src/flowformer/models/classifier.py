@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils import check_literals, check_positive
-from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
-from ..nn.attention import is_flow, is_observed
+from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, is_flow, token_positions
 from ..nn.packing import Packing
+from ..nn.recording import is_observed
 from ..ops import FlowMaps, FlowVariant
 from .base import FlowModel, options_with_dropout
 
@@ -45,7 +45,7 @@ class ClassifierConfig:
             and ignores masks.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
         attention_dropout: on the weights of softmax attention; None means `dropout`. Ignored for other attentions.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
         variant: variant of Flow-Attention. The default is the paper's. In "lra", the code that the authors released for
             this benchmark, φ is ReLU and heads compete instead of tokens.
     """

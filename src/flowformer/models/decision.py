@@ -42,7 +42,7 @@ class DecisionConfig:
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
         attention_dropout: on the weights of softmax attention; None means `dropout`. Ignored for other attentions.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
         variant: variant of Flow-Attention.
     """
 

@@ -62,7 +62,7 @@ class LMConfig:
         initialisation: "fairseq", as the paper's model, or "gpt", as the authors' GPT module.
         dropout: on the embeddings, and on the results of attention and feed-forward networks.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
         variant: variant of Flow-Attention.
     """
 

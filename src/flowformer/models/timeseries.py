@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .._utils import check_literals, check_positive
 from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions
-from ..nn.attention import is_observed
 from ..nn.packing import Packing
+from ..nn.recording import is_observed
 from ..ops import FlowMaps, FlowVariant
 from .base import FlowModel
 
@@ -41,7 +41,7 @@ class TimeSeriesConfig:
         mask_padding: whether padded steps are masked everywhere. False is the authors' code, where only the head masks
             them and attention does not.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
         variant: variant of Flow-Attention.
     """
 

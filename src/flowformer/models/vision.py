@@ -72,7 +72,7 @@ class VisionConfig(_ImageConfig):
         drop_path: stochastic depth: probability of dropping a branch of the last layer; rises linearly from 0 at the
             first layer.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
     """
 
     image_size: int | tuple[int, int] = 224

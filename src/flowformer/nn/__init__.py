@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from .._utils import moved
 
 if TYPE_CHECKING:
-    from .attention import FlowAttention, RivalAttention, build_attention, independent_sinks, is_flow, record_maps
+    from .attention import FlowAttention, RivalAttention, build_attention, independent_sinks, is_flow
     from .matrix import Degeneracy, MatrixMaps, matrix_maps, record_matrices
     from .multihead import FlowMultiheadAttention
     from .positions import FairseqPositions, LearnedPositions, RotaryPositions, SinusoidalPositions, token_positions
+    from .recording import record_maps
     from .swap import replace_attention
     from .transformer import FeedForward, FlowDecoder, FlowDecoderLayer, FlowEncoder, FlowEncoderLayer
 
@@ -22,7 +23,6 @@ _SUBMODULES = {
         "build_attention",
         "independent_sinks",
         "is_flow",
-        "record_maps",
     ),
     "matrix": (
         "Degeneracy",
@@ -38,6 +38,7 @@ _SUBMODULES = {
         "SinusoidalPositions",
         "token_positions",
     ),
+    "recording": ("record_maps",),
     "swap": ("replace_attention",),
     "transformer": (
         "FeedForward",

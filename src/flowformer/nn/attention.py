@@ -5,16 +5,16 @@ Shapes: B batch, N queries (sinks), M keys (sources), H heads, H_kv key heads, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._utils import check_choice
+from .._utils import check_choice, check_options
 from ..ops import (
     FlowMaps,
     FlowState,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ..ops.context.exchange import Group
 
 _DEFAULT = FlowVariant()
+# options of Flow-Attention by name, in the form in which `baselines.options` has those of rivals
+FLOW_OPTIONS = {"scale": Parameter("scale", Parameter.KEYWORD_ONLY, default=None, annotation=float | None)}
 
 
 class ProjectedAttention(nn.Module):
@@ -162,6 +164,7 @@ class FlowAttention(ProjectedAttention):
 
     Args:
         variant: a FlowVariant or the name of one.
+        scale: factor of queries and keys before φ; None is 1, as in the paper.
         rotary_base: base of the `RotaryPositions` applied to queries and keys; None applies none. Positions count the
             unmasked tokens, including those already in the state. Self-attention only.
         learn_powers: whether the `powers` of `flow_attention` are learned. They start at 0, where the module equals
@@ -184,6 +187,7 @@ class FlowAttention(ProjectedAttention):
         num_heads: int,
         *,
         variant: FlowVariant | str = _DEFAULT,
+        scale: float | None = None,
         rotary_base: float | None = None,
         learn_powers: bool = False,
         group: Group | None = None,
@@ -191,6 +195,7 @@ class FlowAttention(ProjectedAttention):
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
         self.variant = checks.variant(variant, self.is_causal)
+        self.scale = scale
         if learn_powers and not self.variant.renormalize:
             raise ValueError(f"learn_powers needs a variant with renormalize=True, got {self.variant}.")
         self.powers = nn.Parameter(self.v_proj.weight.new_zeros(2, num_heads)) if learn_powers else None
@@ -288,7 +293,8 @@ class FlowAttention(ProjectedAttention):
         return self._merge_heads(result.transpose(0, 1)[None])
 
     def _attention_options(self) -> dict[str, Any]:
-        return {"enable_gqa": True, "variant": self.variant, "powers": self.powers, "group": self.group}
+        options = {"scale": self.scale, "variant": self.variant, "powers": self.powers, "group": self.group}
+        return {"enable_gqa": True, **options}
 
     def _rotated(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor | None, mask: Tensor | None, state: FlowState | None
@@ -309,7 +315,8 @@ class FlowAttention(ProjectedAttention):
         return self.rotary(q, positions), self.rotary(k, positions)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, variant={self.variant}"
+        scale = "" if self.scale is None else f", scale={self.scale}"
+        return f"{super().extra_repr()}{scale}, variant={self.variant}"
 
 
 class RivalAttention(ProjectedAttention):
@@ -392,18 +399,17 @@ def build_attention(
     """Build Flow-Attention, one of its ablations, or a rival attention by name.
 
     Names are "flow", the keys of `ABLATIONS` (in a name with two activations, the first is the competition's), and
-    `baselines.names()`. `variant` applies to Flow-Attention only, `max_length` and `attention_options` to rivals only.
+    `baselines.names()`. `variant` applies to Flow-Attention only, `max_length` to rivals only. `attention_options` are
+    some of `FLOW_OPTIONS`, or of the rival's `baselines.options`.
 
     >>> type(build_attention("flow", 32, 4)).__name__, type(build_attention("linear", 32, 4)).__name__
     ('FlowAttention', 'RivalAttention')
     """
     if is_flow(name):
-        if attention_options:
-            raise ValueError(
-                f"{name} attention has no options, got {', '.join(attention_options)}. Choose its variant instead."
-            )
+        chosen = attention_options or {}
+        check_options(f"{name} attention", chosen, FLOW_OPTIONS)
         variant = replace(checks.variant(variant), **ABLATIONS.get(name, {}))
-        return FlowAttention(embed_dim, num_heads, variant=variant, **options)
+        return FlowAttention(embed_dim, num_heads, variant=variant, **chosen, **options)
     check_choice("attention", name, attention_names())
     return RivalAttention(
         embed_dim, num_heads, name=name, max_length=max_length, attention_options=attention_options, **options
@@ -417,46 +423,9 @@ def attention_names() -> list[str]:
     return ["flow", *ABLATIONS, *baselines.names()]
 
 
-def is_recording(model: nn.Module) -> bool:
-    """Whether an attention of the model is inside `record_maps`."""
-    return any(getattr(module, "_recorded", None) is not None for module in model.modules())
-
-
-def is_observed(model: nn.Module) -> bool:
-    """Whether an attention of the model records maps or has a forward hook; both expect a padded batch."""
-    attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
-    return is_recording(model) or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
-
-
 def is_flow(name: str) -> bool:
     """Whether the name stands for Flow-Attention or one of its ablations."""
     return name == "flow" or name in ABLATIONS
-
-
-@contextmanager
-def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
-    """Collect the flow maps of every Flow-Attention of a model, in the order they run.
-
-    Inside a nested `record_maps` block, only the inner list receives maps.
-
-    >>> attention = FlowAttention(32, 4)
-    >>> with record_maps(attention) as maps:
-    ...     _ = attention(torch.randn(2, 10, 32))
-    >>> maps[0].competition.shape
-    torch.Size([2, 4, 10])
-    """
-    modules = [module for module in model.modules() if isinstance(module, FlowAttention)]
-    if not modules:
-        raise ValueError(f"{type(model).__name__} has no Flow-Attention, and other attentions have no flows to record.")
-    maps: list[FlowMaps] = []
-    previous = [module._recorded for module in modules]
-    for module in modules:
-        module._recorded = maps
-    try:
-        yield maps
-    finally:
-        for module, recorded in zip(modules, previous, strict=True):
-            module._recorded = recorded
 
 
 def independent_sinks(variant: FlowVariant | str = _DEFAULT) -> FlowVariant:

@@ -135,7 +135,7 @@ class FlowEncoderLayer(_Layer):
         attention_bias: whether the projections of the attention have a bias.
         eps: epsilon of the layer norms.
         attention: "flow", or the name of a rival attention; `baselines.names` lists them.
-        attention_options: options of the rival; `baselines.options` lists them.
+        attention_options: options of the attention, see `build_attention`.
         max_length: the longest sequence, for rivals whose parameters depend on it.
 
     >>> FlowEncoderLayer(32, 4)(torch.randn(2, 10, 32)).shape

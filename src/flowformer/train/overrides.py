@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .._utils import suggestion
 from ..nn import is_flow
+from ..nn.attention import FLOW_OPTIONS
 from ..ops import FlowVariant
 from .benchmark import benchmark
 from .config import ModelConfig, TrainConfig
@@ -120,7 +121,7 @@ def _replaced(config: Any, path: list[str], text: str, key: str) -> Any:
 def _options(model: ModelConfig) -> dict[str, inspect.Parameter]:
     """The options that the attention of a model accepts."""
     if is_flow(model.attention):
-        return {}
+        return FLOW_OPTIONS
     from .. import baselines  # here, since most runs do not use them
 
     return baselines.options(model.attention)

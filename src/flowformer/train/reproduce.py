@@ -159,7 +159,7 @@ def _priority(cell: Cell) -> int:
 
 
 def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:
-    recipe, method = cell.column.recipe, cell.method.name
+    recipe, method = cell.recipe, cell.method.name
     assignments = cell.assignments(overrides)
     config = cell.config(seed, overrides)
     folder = out / config.name

@@ -249,8 +249,8 @@ def fill(rows: Iterable[Row]) -> list[FilledTable]:
 def _belongs_to(cell: Cell, row: Row) -> bool:
     """Whether a run is of the recipe and method of a cell, and has all overrides of the cell."""
     has_overrides = _cell_overrides(cell) <= set(row["overrides"].split())
-    recipe = row["recipe"].removesuffix(PUBLISHED)
-    return has_overrides and (recipe, row["attention"]) == (cell.column.recipe, cell.method.name)
+    is_of_recipe = row["recipe"] in (cell.recipe, f"{cell.recipe}{PUBLISHED}")
+    return has_overrides and is_of_recipe and row["attention"] == cell.method.name
 
 
 def _cell_overrides(cell: Cell) -> set[str]:
@@ -263,7 +263,7 @@ def _cell_overrides(cell: Cell) -> set[str]:
 def _extra_overrides(cell: Cell, row: Row) -> tuple[list[str], list[str]]:
     """The overrides of a run that its cell does not have: those of the protocol, and those of the arithmetic."""
     extra = [each for each in row["overrides"].split() if each not in _cell_overrides(cell)]
-    protocol = [PUBLISHED] if row["recipe"].endswith(PUBLISHED) else []
+    protocol = [] if row["recipe"] == cell.recipe else [PUBLISHED]
     protocol += [each for each in extra if not is_arithmetic(each)]
     return protocol, [each for each in extra if is_arithmetic(each)]
 
@@ -343,7 +343,7 @@ def _average(
         by_seed = [statistics.fmean(each[seed][which] for each in seeds) for seed in sorted(shared)]
         return Score(mean, _deviation(by_seed) if same_seeds else None)
 
-    paper = table.paper_average(method.name, counted) if comparable else None
+    paper = table.paper_average(method, counted) if comparable else None
     return Filled(table.compared, score("final"), score("best"), (), None if paper is None else round(paper, 2))
 
 

@@ -6,7 +6,7 @@ To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -28,14 +28,16 @@ class Method:
     Args:
         label: label in the paper.
         name: name of the attention, or of the method.
-        overrides: overrides of the recipe.
+        overrides: overrides of the recipe; the paper has no number for a method with overrides.
         seeds: number of seeds of a cell; None for the number that the table has.
+        published: whether the recipes follow the released code ("@published") instead of the paper.
     """
 
     label: str
     name: str
     overrides: tuple[str, ...] = ()
     seeds: int | None = None
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,13 @@ class Table:
             for column in self.columns:
                 yield Cell(self, method, column)
 
-    def paper_average(self, method: str, columns: Sequence[Column]) -> float | None:
+    def paper_average(self, method: Method, columns: Sequence[Column]) -> float | None:
         """The paper's average over some columns: as printed if these are all columns, else computed from its scores."""
+        if method.overrides:
+            return None
         if len(columns) == len([column for column in self.columns if not column.stands_in]) and self.family:
-            return paper_average(self.family, method)
-        scores = [paper_figure(column.recipe, method) for column in columns]
+            return paper_average(self.family, method.name)
+        scores = [paper_figure(column.recipe, method.name) for column in columns]
         known = [score for score in scores if score is not None]
         return sum(known) / len(known) if known and len(known) == len(scores) else None
 
@@ -106,8 +110,12 @@ class Cell:
     column: Column
 
     @property
+    def recipe(self) -> str:
+        return f"{self.column.recipe}{recipes.PUBLISHED if self.method.published else ''}"
+
+    @property
     def name(self) -> str:
-        return " ".join((f"{self.column.recipe}/{self.method.name}", *self.overrides))
+        return " ".join((f"{self.recipe}/{self.method.name}", *self.overrides))
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -129,16 +137,18 @@ class Cell:
         """
         chosen = self.assignments(overrides)
         if not self.is_attention:
-            return configure(self.column.recipe, self.method.name, chosen, seed=seed)
+            return configure(self.recipe, self.method.name, chosen, seed=seed)
         attention = f"attention={self.method.name}"
-        return override(recipes.get(self.column.recipe), [attention, f"seed={seed}", *chosen])
+        return override(recipes.get(self.recipe), [attention, f"seed={seed}", *chosen])
 
     def assignments(self, overrides: Sequence[str]) -> list[str]:
         """The overrides of the cell, and those of `overrides` that apply to it."""
         return [*self.overrides, *(each for each in overrides if self.is_attention or each.startswith(DATA_OPTIONS))]
 
     def paper(self, figure: Figure = "score") -> float | None:
-        return None if self.column.stands_in else paper_figure(self.column.recipe, self.method.name, figure)
+        if self.column.stands_in or self.method.overrides:
+            return None
+        return paper_figure(self.recipe, self.method.name, figure)
 
 
 # methods that run first, in this order
@@ -214,6 +224,7 @@ LRA = Table(
         Method("cosFormer", "cosformer", seeds=1),
         *_REMOVALS,
         _FLOW,
+        Method("Flowformer, as released", "flow", seeds=1, published=True),
     ),
     seeds=3,
     family="lra",
@@ -361,6 +372,32 @@ REMOVALS = Table(
     seeds=1,
 )
 
+_CANDIDATES = (
+    Method("default", "flow"),
+    Method("clamp = 1", "flow", ("model.variant.clamp=1.0",)),
+    Method("ε = 1e-3", "flow", ("model.variant.eps=0.001",)),
+    Method("scale = 1/√D", "flow", ("model.attention_options.scale=0.125",)),
+)
+
+
+def _defaults(table: Table, *labels: str) -> Table:
+    """Other defaults of Flow-Attention than ours, on some columns of a table; the models have D = 64."""
+    return replace(
+        table,
+        name=f"defaults-{table.name}",
+        title=f"Defaults of Flow-Attention: {table.title}",
+        columns=tuple(column for column in table.columns if column.label in labels),
+        methods=_CANDIDATES,
+        family=None,
+    )
+
+
+DEFAULTS = (
+    _defaults(LRA, "Text"),
+    _defaults(UEA, "JapaneseVowels", "Handwriting"),
+    _defaults(LANGUAGE_STAND_INS, "enwik8"),
+)
+
 # runs whose competition and allocation are drawn
 FIGURES = Table(
     "figures",
@@ -382,7 +419,7 @@ TABLES: dict[str, tuple[Table, ...]] = {
     "language": (WIKITEXT, LANGUAGE_STAND_INS),
     "vision": (IMAGENET, DEIT, VIT, CIFAR10),
     "rl": (D4RL, RL_STAND_INS),
-    "ablations": (FEATURES, ACTIVATIONS, REMOVALS),
+    "ablations": (FEATURES, ACTIVATIONS, REMOVALS, *DEFAULTS),
     "speed": (),
     "figures": (FIGURES,),
 }
