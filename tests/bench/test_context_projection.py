@@ -63,6 +63,20 @@ def test_projects_from_a_file_of_measurements(tmp_path, capsys):
         context.main(["--project", "--measured", str(path)])
 
 
+def test_an_interrupted_measurement_keeps_its_rows(tmp_path, monkeypatch):
+    def measure(kind, tokens, heads, dim, *rest):
+        if tokens == 32:
+            raise KeyboardInterrupt
+        return context.RankWork(kind, tokens, 1.0, 2.0, 3, heads, dim)
+
+    monkeypatch.setattr(context, "measure_work", measure)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    path = tmp_path / "work.csv"
+    with pytest.raises(KeyboardInterrupt):
+        context.main(["--work", str(path), "--lengths", "16", "32", "--heads", "2", "--dim", "4"])
+    assert projection.read(path, 2, 4) == {"bidirectional": {16: 2.0}}
+
+
 def test_other_sizes_need_measurements(capsys):
     with pytest.raises(ValueError, match="2 heads of width 4 need --measured"):
         context.main(["--project", "--heads", "2", "--dim", "4"])

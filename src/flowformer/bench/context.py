@@ -12,7 +12,6 @@ does not depend on the length. The processes that are timed share the cores of o
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import statistics
@@ -20,6 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ..ops import flow_attention
 from ..ops.context.exchange import GATHERED_BYTES, traffic
 from .errors import relative_error
-from .measure import machine, milliseconds, peak_bytes
+from .measure import csv_file, machine, milliseconds, peak_bytes
 
 KINDS = ("bidirectional", "causal")
 TOLERANCE = 1e-5
@@ -146,9 +146,23 @@ def _rank(rank: int, folder: str, kind: str, ranks: int, length: int, heads: int
     os._exit(0)
 
 
-def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> dict[str, object]:
-    """Time and memory of one rank with this many tokens, in a group of one process, whose exchanges are copies."""
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+@dataclass(frozen=True)
+class RankWork:
+    """The work of one rank, forward and backward: milliseconds in a group, and without one (`alone`)."""
+
+    kind: str
+    tokens: int
+    alone: float
+    milliseconds: float
+    peak_mib: int
+    heads: int
+    dim: int
+
+
+def measure_work(
+    kind: str, tokens: int, heads: int, dim: int, repeats: int, device: str, dtype: torch.dtype
+) -> RankWork:
+    """The work of one rank with this many tokens, in a group of one process, whose exchanges are copies."""
     inputs = torch.randn(4, 1, heads, tokens, dim, device=device, dtype=dtype).unbind()
     leaves = [x.requires_grad_() for x in inputs[:3]]
 
@@ -161,24 +175,21 @@ def measure_work(kind: str, tokens: int, heads: int, dim: int, repeats: int) -> 
         run(group)
         times[name] = statistics.median(milliseconds(partial(run, group), device) for _ in range(repeats))
     peak = peak_bytes(lambda: run(dist.group.WORLD), device) / 2**20
-    facts = {"heads": heads, "dim": dim, **machine(device, str(dtype).removeprefix("torch."))}
-    return {"kind": kind, "tokens": tokens, **times, "peak_mib": round(peak), **facts}
+    return RankWork(kind, tokens, **times, peak_mib=round(peak), heads=heads, dim=dim)
 
 
 def write_work(path: Path, options: argparse.Namespace) -> None:
     """Measure the work of one rank at all lengths, and write the file that --measured reads."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device, dtype, backend = (
+        ("cuda", torch.bfloat16, "nccl") if torch.cuda.is_available() else ("cpu", torch.float32, "gloo")
+    )
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
-    for kind in KINDS:
-        for tokens in options.lengths:
-            rows.append(measure_work(kind, tokens, options.heads, options.dim, options.repeats))
-            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    with csv_file(path, RankWork, machine(device, str(dtype).removeprefix("torch."))) as write:
+        for kind, tokens in product(KINDS, options.lengths):
+            work = measure_work(kind, tokens, options.heads, options.dim, options.repeats, device, dtype)
+            write(work)
+            print(", ".join(f"{name} {value}" for name, value in asdict(work).items()), flush=True)
     dist.destroy_process_group()
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
