@@ -158,7 +158,7 @@ UEA = Table(
         Column("Handwriting", "uea/Handwriting", 0.6),
         Column("Heartbeat", "uea/Heartbeat", 1),
         Column("JapaneseVowels", "uea/JapaneseVowels", 0.6),
-        Column("PEMS-SF", "uea/PEMS-SF", 3),
+        Column("PEMS-SF", "uea/PEMS-SF", 0.8),
         Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
         Column("SelfRegulationSCP2", "uea/SelfRegulationSCP2", 1),
         Column("SpokenArabicDigits", "uea/SpokenArabicDigits", 3.7),
