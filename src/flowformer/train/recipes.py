@@ -153,8 +153,9 @@ def wikitext103(published: bool) -> TrainConfig:
     The released attention clamps the flow that enters the competition to ±5, and its sinusoidal positions are in
     fairseq's order. The learning rate warms up over the first 6000 of the 150,000 updates; the paper can also be read
     as 6000 updates in addition to the 150,000. Evaluation reads blocks of 512 words, of which the first 400 are context
-    and were predicted in earlier blocks, as published. The paper does not state whether its score is on the validation
-    or the test set; here the test set is reported.
+    and were predicted in earlier blocks, as published. The released command evaluates the model with the best
+    validation loss. The paper does not state whether its score is on the validation or the test set; here the test set
+    is reported.
     """
     return TrainConfig(
         recipe="wikitext103",

@@ -231,7 +231,12 @@ _LANGUAGE_METHODS = (
     _FLOW,
 )
 WIKITEXT = Table(
-    "wikitext103", "WikiText-103, perplexity", (Column("perplexity", "wikitext103", 600),), _LANGUAGE_METHODS, seeds=1
+    "wikitext103",
+    "WikiText-103, perplexity",
+    (Column("perplexity", "wikitext103", 600),),
+    _LANGUAGE_METHODS,
+    seeds=1,
+    compared="best",
 )
 LANGUAGE_STAND_INS = Table(
     "language-stand-ins",
@@ -359,6 +364,7 @@ REMOVALS = Table(
     WIKITEXT.columns,
     (_FLOW, *_REMOVALS),
     seeds=1,
+    compared="best",
 )
 
 # runs whose competition and allocation are drawn
