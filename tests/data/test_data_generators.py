@@ -206,6 +206,18 @@ class TestPathfinder:
         # the published procedure starts a pixel off the middle
         assert (abs(np.mean(starts, 0) - 14.4) < 0.5).all()
 
+    def test_distractors_may_cross_the_end_of_the_first_curve_only(self):
+        """The published procedure claims the last dash of the second target curve, but not that of the first."""
+        state, claims = random.Random(3), []
+        while len(claims) < 20:
+            image, claimed = pathfinder._empty_canvas()
+            curves = pathfinder._draw_targets(state, image, claimed)
+            if curves is not None:
+                claims.append([(pathfinder._window(claimed, c.position) >= c.claim).all() for c in curves])
+        first, second = zip(*claims, strict=True)
+        assert all(second)
+        assert not any(first)
+
     def test_is_read_back(self, tmp_path, monkeypatch):
         monkeypatch.setattr(pathfinder, "IMAGES_PER_PART", 8)
         data.prepare("lra/pathfinder", tmp_path, images=20, workers=1, seed=4)

@@ -252,6 +252,12 @@ class TestRecipes:
             True,
         ]
 
+    def test_the_paper_trains_every_series_for_100_epochs(self):
+        names = [name for name in recipes.names() if name.startswith("uea/")]
+        assert {recipes.get(name).epochs for name in names} == {100}
+        published = {name: recipes.get(f"{name}@published").epochs for name in names}
+        assert published == dict.fromkeys(names, 100) | {"uea/PEMS-SF": 400}
+
     def test_deit_has_its_own_augmentation(self):
         config = recipes.get("imagenet/deit-s")
         assert (config.data_options["erase"], config.repeats, config.optimiser.clip) == (0.25, 3, None)

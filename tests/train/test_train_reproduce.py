@@ -92,6 +92,11 @@ class TestTables:
         assert paper_score("lra/text", "performer-relu") == 65.40
         assert paper_score("lra/text", "performer") is None
 
+    def test_the_evaluation_that_the_released_commands_report(self):
+        """The best epoch of time series and images; the model with the best validation loss of WikiText-103."""
+        best = {table.name for table in tables.select("all") if table.compared == "best"}
+        assert best == {"uea", "imagenet", "imagenet-deit", "imagenet-vit", "wikitext103", "removals", "figures"}
+
     def test_an_average_over_some_columns_is_of_the_same_columns(self):
         flow = tables.Method("Flowformer", "flow")
         some = [column for column in tables.UEA.columns if column.label in ("JapaneseVowels", "Handwriting")]

@@ -156,8 +156,8 @@ def _draw_targets(random_state: random.Random, image: np.ndarray, claimed: np.nd
         for curve in curves:
             if not _extend(random_state, curve, image, claimed, _TARGET_CONTRAST):
                 return None
-    for curve in curves:
-        _stamp(claimed, curve.position, curve.claim)
+    # reproduces an error of the published procedure, which does not claim the last dash of the first curve
+    _stamp(claimed, curves[-1].position, curves[-1].claim)
     return curves
 
 

@@ -168,7 +168,7 @@ UEA = Table(
         Column("Handwriting", "uea/Handwriting", 0.6),
         Column("Heartbeat", "uea/Heartbeat", 1),
         Column("JapaneseVowels", "uea/JapaneseVowels", 0.6),
-        Column("PEMS-SF", "uea/PEMS-SF", 3),
+        Column("PEMS-SF", "uea/PEMS-SF", 0.8),
         Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
         Column("SelfRegulationSCP2", "uea/SelfRegulationSCP2", 1),
         Column("SpokenArabicDigits", "uea/SpokenArabicDigits", 3.7),
@@ -242,7 +242,12 @@ _LANGUAGE_METHODS = (
     _FLOW,
 )
 WIKITEXT = Table(
-    "wikitext103", "WikiText-103, perplexity", (Column("perplexity", "wikitext103", 600),), _LANGUAGE_METHODS, seeds=1
+    "wikitext103",
+    "WikiText-103, perplexity",
+    (Column("perplexity", "wikitext103", 600),),
+    _LANGUAGE_METHODS,
+    seeds=1,
+    compared="best",
 )
 LANGUAGE_STAND_INS = Table(
     "language-stand-ins",
@@ -370,6 +375,7 @@ REMOVALS = Table(
     WIKITEXT.columns,
     (_FLOW, *_REMOVALS),
     seeds=1,
+    compared="best",
 )
 
 _CANDIDATES = (
