@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from flowformer import baselines
 from flowformer.models.counts import TIMM_MODELS, count, count_timm
 from flowformer.models.vision import DEIT_PRESETS, PRESETS, DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig
-from flowformer.nn import FlowAttention
+from flowformer.nn import FlowAttention, build_attention
 
 
 def size_of(model_class, config):
@@ -123,6 +124,35 @@ def test_flow_attention_costs_as_much_as_its_definition(is_causal):
     counts = count(FlowAttention(8, heads, is_causal=is_causal), torch.empty(1, tokens, 8))
     flows, memory, result = 4 * tokens * dim, tokens * dim**2, tokens * dim**2
     assert counts.attention == heads * (flows + memory + result)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("name", baselines.names())
+def test_products_of_a_rival_are_not_linear_layers(name, heads):
+    """Torch folds a batched product with one matrix into two dimensions, as it does with a linear layer."""
+    tokens, is_causal = 10, not baselines.get(name).bidirectional
+    attention = build_attention(name, 16, heads, max_length=tokens, is_causal=is_causal)
+    linear = sum(tokens * projection.weight.numel() for projection in attention.projections())
+    convolution = 35 * tokens * 16 if name == "nystromformer" else 0
+    assert count(attention, torch.empty(1, tokens, 16)).layers == linear + convolution
+
+
+def test_both_products_of_linformer_with_its_projection_are_of_the_attention():
+    tokens, rank, dim = 10, 3, 16
+    attention = build_attention("linformer", dim, 4, max_length=tokens, attention_options={"rank": rank})
+    assert count(attention, torch.empty(1, tokens, dim)).attention == 4 * tokens * rank * dim
+
+
+@pytest.mark.parametrize("name", ["performer", "reformer", "rfa"])
+def test_random_directions_are_counted_in_training(name):
+    options = {"redraw_every": 1}
+    attention = build_attention(name, 16, 2, max_length=10, attention_options=options)
+    x, calls = torch.randn(1, 10, 16), attention.mechanism.directions.calls
+    attention(x)
+    counts = count(attention.train(), x)
+    assert counts == count(attention.eval(), x)
+    assert attention.mechanism.directions.calls is calls
+    assert calls == 1
 
 
 # the paper's columns: millions of parameters, billions of multiply-adds
