@@ -155,6 +155,38 @@ def test_random_directions_are_counted_in_training(name):
     assert calls == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "small", "large"),
+    [
+        ("bigbird", {"block": 6}, {"block": 64}),
+        ("local", {"window": 6}, {"window": 64}),
+        ("longformer", {"window": 12}, {"window": 64}),
+        ("nystromformer", {"landmarks": 6}, {"landmarks": 64}),
+        ("reformer", {"chunk": 6, "buckets": 2}, {"chunk": 64, "buckets": 2}),
+        ("sinkhorn", {"block": 6}, {"block": 64}),
+        ("soft", {"landmarks": 6}, {"landmarks": 64}),
+        ("sparse", {"stride": 6, "summary": 6}, {"stride": 64}),
+        ("sparse", {"stride": 6, "pattern": "strided", "summary": 1}, {"stride": 64, "pattern": "strided"}),
+    ],
+)
+def test_short_sequences_are_not_padded_to_a_block(name, small, large):
+    def cost(options):
+        attention = build_attention(name, 16, 2, max_length=100, attention_options=options)
+        return count(attention, torch.empty(1, 6, 16)).total
+
+    assert cost(large) == cost(small)
+
+
+def test_bigbird_gathers_only_blocks_that_a_short_sequence_has():
+    def cost(tokens, **options):
+        attention = build_attention("bigbird", 16, 2, max_length=100, attention_options={"block": 4, **options})
+        return count(attention, torch.empty(1, tokens, 16)).attention
+
+    for blocks in range(1, 5):
+        others = max(blocks - 3, 0)
+        assert cost(4 * blocks) == cost(4 * blocks, window=2 * others + 1, random=others)
+
+
 # the paper's columns: millions of parameters, billions of multiply-adds
 @pytest.mark.parametrize(("name", "parameters", "operations"), [("vit-b", 86, 55.4), ("deit-s", 22, 4.6)])
 def test_columns_of_the_paper(name, parameters, operations):
