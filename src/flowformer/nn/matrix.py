@@ -48,7 +48,10 @@ class MatrixMaps(NamedTuple):
 
 
 class Degeneracy(NamedTuple):
-    """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`."""
+    """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`.
+
+    In uniform causal attention, top_share ≈ top · (1 − log top), since more sinks see early sources.
+    """
 
     evenness: float  # entropy of a row / entropy of a uniform row; mean over rows, heads and examples
     top_share: float  # column sums of the top sources / sum of all columns; mean over heads and examples
