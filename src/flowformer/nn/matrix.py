@@ -38,7 +38,7 @@ class MatrixMaps(NamedTuple):
             top: the fraction of the sources, largest column sums first, that `top_share` covers.
         """
         is_counted = (self.row_sums > 0) & (self.visible > 1)[:, None]
-        evenness = self.row_entropies / self.visible.clamp_min(2).log().to(self.row_entropies)[:, None]
+        evenness = self.row_entropies / self.visible.clamp_min(2).to(self.row_entropies).log()[:, None]
         count = self.visible.amax(-1, keepdim=True)  # (B, 1), number of unmasked sources
         ordered = self.column_sums.sort(-1, descending=True).values
         is_top = torch.arange(ordered.shape[-1], device=ordered.device) < (count * top).ceil()
