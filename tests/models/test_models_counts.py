@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from flowformer import baselines
 from flowformer.models.counts import TIMM_MODELS, count, count_timm
 from flowformer.models.vision import DEIT_PRESETS, PRESETS, DeiTConfig, FlowformerDeiT, FlowformerVision, VisionConfig
-from flowformer.nn import FlowAttention
+from flowformer.nn import FlowAttention, build_attention
 
 
 def size_of(model_class, config):
@@ -123,6 +124,67 @@ def test_flow_attention_costs_as_much_as_its_definition(is_causal):
     counts = count(FlowAttention(8, heads, is_causal=is_causal), torch.empty(1, tokens, 8))
     flows, memory, result = 4 * tokens * dim, tokens * dim**2, tokens * dim**2
     assert counts.attention == heads * (flows + memory + result)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("name", baselines.names())
+def test_products_of_a_rival_are_not_linear_layers(name, heads):
+    """Torch folds a batched product with one matrix into two dimensions, as it does with a linear layer."""
+    tokens, is_causal = 10, not baselines.get(name).bidirectional
+    attention = build_attention(name, 16, heads, max_length=tokens, is_causal=is_causal)
+    linear = sum(tokens * projection.weight.numel() for projection in attention.projections())
+    convolution = 35 * tokens * 16 if name == "nystromformer" else 0
+    assert count(attention, torch.empty(1, tokens, 16)).layers == linear + convolution
+
+
+def test_both_products_of_linformer_with_its_projection_are_of_the_attention():
+    tokens, rank, dim = 10, 3, 16
+    attention = build_attention("linformer", dim, 4, max_length=tokens, attention_options={"rank": rank})
+    assert count(attention, torch.empty(1, tokens, dim)).attention == 4 * tokens * rank * dim
+
+
+@pytest.mark.parametrize("name", ["performer", "reformer", "rfa"])
+def test_random_directions_are_counted_in_training(name):
+    options = {"redraw_every": 1}
+    attention = build_attention(name, 16, 2, max_length=10, attention_options=options)
+    x, calls = torch.randn(1, 10, 16), attention.mechanism.directions.calls
+    attention(x)
+    counts = count(attention.train(), x)
+    assert counts == count(attention.eval(), x)
+    assert attention.mechanism.directions.calls is calls
+    assert calls == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "large"),
+    [
+        ("bigbird", {"block": 6}, {"block": 64}),
+        ("local", {"window": 6}, {"window": 64}),
+        ("longformer", {"window": 12}, {"window": 64}),
+        ("nystromformer", {"landmarks": 6}, {"landmarks": 64}),
+        ("reformer", {"chunk": 6, "buckets": 2}, {"chunk": 64, "buckets": 2}),
+        ("sinkhorn", {"block": 6}, {"block": 64}),
+        ("soft", {"landmarks": 6}, {"landmarks": 64}),
+        ("sparse", {"stride": 6, "summary": 6}, {"stride": 64}),
+        ("sparse", {"stride": 6, "pattern": "strided", "summary": 1}, {"stride": 64, "pattern": "strided"}),
+    ],
+)
+def test_short_sequences_are_not_padded_to_a_block(name, small, large):
+    def cost(options):
+        attention = build_attention(name, 16, 2, max_length=100, attention_options=options)
+        return count(attention, torch.empty(1, 6, 16)).total
+
+    assert cost(large) == cost(small)
+
+
+def test_bigbird_gathers_only_blocks_that_a_short_sequence_has():
+    def cost(tokens, **options):
+        attention = build_attention("bigbird", 16, 2, max_length=100, attention_options={"block": 4, **options})
+        return count(attention, torch.empty(1, tokens, 16)).attention
+
+    for blocks in range(1, 5):
+        others = max(blocks - 3, 0)
+        assert cost(4 * blocks) == cost(4 * blocks, window=2 * others + 1, random=others)
 
 
 # the paper's columns: millions of parameters, billions of multiply-adds

@@ -155,13 +155,16 @@ class TestDegeneracy:
         weights = torch.zeros(7, 20)
         weights[:, ::2] = 1.0
         evenness, share = self.of(weights)
-        assert evenness == pytest.approx(math.log(10) / math.log(20))
+        assert evenness == pytest.approx(math.log(10) / math.log(20), rel=1e-12)
         assert share == pytest.approx(0.2)
 
     def test_causal_uniform_attention_is_degenerate_too(self):
         weights = torch.ones(20, 20).tril() / torch.arange(1, 21)[:, None]
         evenness, _ = self.of(weights, is_causal=True)
         assert evenness == pytest.approx(1)
+        # but early sources have more sinks
+        weights = torch.ones(1000, 1000).tril() / torch.arange(1, 1001)[:, None]
+        assert self.of(weights, is_causal=True).top_share == pytest.approx(0.1 * (1 - math.log(0.1)), abs=1e-3)
 
     def test_padding_counts_for_nothing(self):
         query, key, _ = random_inputs(heads=2, dim=4, sinks=30)

@@ -100,6 +100,9 @@ def test_graphs_need_a_gpu_and_one_part(tmp_path):
     wanted = "accumulate=1" if torch.cuda.is_available() else "a GPU, accumulate=1"
     with pytest.raises(ValueError, match=f"graphs=true needs {wanted}; pass graphs=false"):
         train(replace(CONFIG, graphs=True, accumulate=2), tmp_path, splits=SERIES)
+    redrawn = replace(CONFIG.model, attention="performer", attention_options={"redraw_every": 1})
+    with pytest.raises(ValueError, match=r"graphs=true needs .*redraw_every=none, since directions"):
+        train(replace(CONFIG, graphs=True, model=redrawn), tmp_path, splits=SERIES)
 
 
 def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):

@@ -66,12 +66,13 @@ class BigBirdAttention(BlockMechanism):
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         check_length(self.name, self.max_length, query)
-        q, k, v, s = (split(x, self.block) for x in (query, key, value, sources))  # (B, H, T, C, …)
+        size = min(self.block, query.shape[2])
+        q, k, v, s = (split(x, size) for x in (query, key, value, sources))  # (B, H, T, C, …)
         blocks = torch.arange(q.shape[2], device=query.device)
-        last = ((lengths - 1) // self.block).clamp_min(0)[:, None, None]  # (B, 1, 1)
+        last = ((lengths - 1) // size).clamp_min(0)[:, None, None]  # (B, 1, 1)
         near, is_counted = self.blocks_seen(blocks, last)  # (B, H, T, A)
         s_near = gather_blocks(s.expand(-1, q.shape[1], -1, -1, -1), near)
-        seen = s_near.mT & is_counted.repeat_interleave(self.block, -1)[..., None, :]
+        seen = s_near.mT & is_counted.repeat_interleave(size, -1)[..., None, :]
         result = softmax_blocks(q, gather_blocks(k, near), gather_blocks(v, near), seen)
 
         # replace the rows of the first and the last block, which attend to every token
@@ -91,7 +92,9 @@ class BigBirdAttention(BlockMechanism):
             blocks: (T,), indices of the blocks of queries.
             last: (B, 1, 1), index of the last block of each sequence.
         """
-        reach, inner = self.window // 2, last - 1  # the blocks that are not global are 1 … inner
+        inner = last - 1  # the blocks that are not global are 1 … inner
+        others_at_most = max(len(blocks) - 3, 0)  # of T blocks, two are global and one has the queries
+        reach = min(self.window // 2, others_at_most)
         ends = [torch.zeros_like(last), last]
         window = [blocks + offset for offset in range(-reach, reach + 1)]
         seen = ends + window
@@ -101,7 +104,7 @@ class BigBirdAttention(BlockMechanism):
         width = (high - low + 1).clamp_min(0)
         others = inner - width
         drawn: list[Tensor] = []
-        for nth, draw in enumerate(self.draws[:, : len(blocks)].unbind(-1)):
+        for nth, draw in enumerate(self.draws[:, : len(blocks), :others_at_most].unbind(-1)):
             # an index among the blocks outside the window that were not drawn before; then skip the drawn ones
             index = draw % (others - nth).clamp_min(1)
             for earlier in torch.stack(drawn, -1).sort(-1).values.unbind(-1) if drawn else ():

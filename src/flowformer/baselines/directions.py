@@ -48,9 +48,15 @@ class RandomDirections(nn.Module):
 
     def forward(self) -> Tensor:
         # Do not count or redraw during a backward pass (graph task id other than -1): gradient checkpointing recomputes
-        # the layer there and needs the directions of the forward pass.
-        if self.training and self.redraw_every is not None and torch._C._current_graph_task_id() == -1:
-            if self.calls and self.calls % self.redraw_every == 0:
+        # the layer there and needs the directions of the forward pass. On the meta device there is nothing to draw.
+        if (
+            self.training
+            and self.redraw_every is not None
+            and not self.calls.is_meta
+            and torch._C._current_graph_task_id() == -1
+        ):
+            calls = int(self.calls)  # read once: on a GPU, it waits for the device
+            if calls and calls % self.redraw_every == 0:
                 self.redraw()
             self.calls += 1
         return self.vectors

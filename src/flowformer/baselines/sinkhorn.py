@@ -67,7 +67,8 @@ class SinkhornAttention(BlockMechanism):
 
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         check_length(self.name, self.max_length, query)
-        q, k, v, s = (split(x, self.block) for x in (query, key, value, sources))  # (B, H, T, C, …)
+        block = min(self.block, query.shape[2])
+        q, k, v, s = (split(x, block) for x in (query, key, value, sources))  # (B, H, T, C, …)
         sort = self.sort(k, lengths).to(query.dtype)
         k, v = (torch.cat([x, torch.einsum("bhts,bhscd->bhtcd", sort, x)], 3) for x in (k, v))
         # a mixed token is the weighted sum of the tokens at its position in all blocks; it is valid if any of them is

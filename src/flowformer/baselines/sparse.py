@@ -56,7 +56,9 @@ class SparseAttention(BlockMechanism):
     def attend_in_order(self, query, key, value, is_causal: bool, sources: Tensor, lengths: Tensor) -> Tensor:
         dtype = sum_dtype(query)
         tokens = query.to(dtype) * query.shape[-1] ** -0.5, key.to(dtype), value.to(dtype), sources
-        q, k, v, s = (split(x, self.stride) for x in tokens)  # (B, H, T, l, …)
+        stride = min(self.stride, query.shape[2])  # a sequence shorter than a block is one block, without far sources
+        summary = min(self.summary, stride)
+        q, k, v, s = (split(x, stride) for x in tokens)  # (B, H, T, l, …)
         blocks = torch.arange(q.shape[2], device=query.device)
         other = blocks < blocks[:, None] if is_causal else blocks != blocks[:, None]  # (T, T)
         if self.pattern == "strided":
@@ -67,11 +69,11 @@ class SparseAttention(BlockMechanism):
         else:
             before = after = 0
             score, mix = FIXED
-            far_k, far_v, summaries = (x[:, :, :, -self.summary :].flatten(2, 3) for x in (k, v, s))  # (B, H, T·c, …)
-            far_seen = summaries[:, :, None].mT & other.repeat_interleave(self.summary, 1)[:, None]
+            far_k, far_v, summaries = (x[:, :, :, -summary:].flatten(2, 3) for x in (k, v, s))  # (B, H, T·c, …)
+            far_seen = summaries[:, :, None].mT & other.repeat_interleave(summary, 1)[:, None]
         near_k, near_v, near_s = (neighbours(x, before, after) for x in (k, v, s))
-        offset = offsets(self.stride, before, after, query.device)
-        near_seen = near_s.mT & (offset.abs() < self.stride)
+        offset = offsets(stride, before, after, query.device)
+        near_seen = near_s.mT & (offset.abs() < stride)
         if is_causal:
             near_seen = near_seen & (offset <= 0)
 

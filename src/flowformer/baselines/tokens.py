@@ -63,10 +63,12 @@ def _order(mask: Tensor) -> Tensor:
 
 
 def segment_means(x: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Return the means of `count` consecutive segments of valid tokens, (B, H, L, D), and which are not empty, (B, L).
+    """Return the means of consecutive segments of valid tokens, (B, H, L, D), and which are not empty, (B, L).
 
-    Segment sizes differ by at most one token. With fewer tokens than segments, some segments are empty.
+    There are L = `count` segments, or N if that is less. Segment sizes differ by at most one token. With fewer valid
+    tokens than segments, some segments are empty.
     """
+    count = min(count, x.shape[2])
     total = max(x.shape[2], 1) if mask is None else mask.sum(-1, keepdim=True).clamp_min(1)
     segment = positions(x, mask) * count // total
     member = segment[:, None] == torch.arange(count, device=x.device)[:, None]  # (B, L, N)

@@ -14,7 +14,8 @@ from .._utils import check_choice, optional_import
 from ..ops.torch import op  # noqa: F401, registers the operators
 
 # the operators of linear layers and convolutions; products between tokens are batched (bmm) and count as attention
-_LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
+_LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_LAYERS = (*_LINEAR, torch.ops.aten.convolution)
 # the Transformers of the paper's vision table and their names in timm; the paper's numbers for ViT are at 384 × 384
 TIMM_MODELS = {
     "vit-b": "vit_base_patch16_384",
@@ -64,13 +65,19 @@ def count(model: nn.Module, *inputs: Tensor) -> Counts:
     >>> count(FlowAttention(32, 4), torch.empty(1, 10, 32))
     Counts(parameters=4224, layers=40960, attention=6400)
     """
+    from ..baselines import Mechanism  # imported here, since most programs use no rival
+
     flow_operators = torch.ops.flowformer.bidirectional, torch.ops.flowformer.causal
     flow_counts = dict.fromkeys(flow_operators, _flow_attention_flops)
     state = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=flow_counts) as counter:
         functional_call(model, state, tuple(x.to("meta") for x in inputs))
-    operations = counter.get_flop_counts()["Global"]  # FLOPs, two per multiply-add
-    layers = sum(operations.get(operator, 0) for operator in _LAYERS) // 2
+    operations = counter.get_flop_counts()  # FLOPs, two per multiply-add, of each module and of all
+    layers = sum(operations["Global"].get(operator, 0) for operator in _LAYERS) // 2
+    # a rival has no linear layers: torch folds its batched products with one matrix, such as Linformer's, into mm
+    for name, module in model.named_modules(prefix=type(model).__name__):
+        if isinstance(module, Mechanism):
+            layers -= sum(operations.get(name, {}).get(operator, 0) for operator in _LINEAR) // 2
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Counts(parameters, layers, counter.get_total_flops() // 2 - layers)
 

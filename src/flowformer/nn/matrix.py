@@ -38,7 +38,7 @@ class MatrixMaps(NamedTuple):
             top: the fraction of the sources, largest column sums first, that `top_share` covers.
         """
         is_counted = (self.row_sums > 0) & (self.visible > 1)[:, None]
-        evenness = self.row_entropies / self.visible.clamp_min(2).log().to(self.row_entropies)[:, None]
+        evenness = self.row_entropies / self.visible.clamp_min(2).to(self.row_entropies).log()[:, None]
         count = self.visible.amax(-1, keepdim=True)  # (B, 1), number of unmasked sources
         ordered = self.column_sums.sort(-1, descending=True).values
         is_top = torch.arange(ordered.shape[-1], device=ordered.device) < (count * top).ceil()
@@ -48,7 +48,10 @@ class MatrixMaps(NamedTuple):
 
 
 class Degeneracy(NamedTuple):
-    """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`."""
+    """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`.
+
+    In uniform causal attention, top_share ≈ top · (1 − log top), since more sinks see early sources.
+    """
 
     evenness: float  # entropy of a row / entropy of a uniform row; mean over rows, heads and examples
     top_share: float  # column sums of the top sources / sum of all columns; mean over heads and examples

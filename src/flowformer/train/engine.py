@@ -87,6 +87,7 @@ def build_share(config: TrainConfig, accelerator: Accelerator) -> Share:
 
 def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
     """Raise unless the config and the device allow CUDA graphs."""
+    redraw_every = config.model.attention_options.get("redraw_every")
     obstacles = {
         "a GPU": accelerator.device.type != "cuda",
         "one process": accelerator.num_processes > 1,
@@ -94,6 +95,7 @@ def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
         "another precision than fp16": config.precision == "fp16",
         "mixup=0 and cutmix=0, which draw on the CPU": bool(config.mixup or config.cutmix),
         "compile=false": config.compile,
+        "redraw_every=none, since directions are drawn on the CPU": redraw_every is not None,
     }
     missing = [need for need, unmet in obstacles.items() if unmet]
     if missing:
