@@ -139,6 +139,26 @@ class TestAfterwards:
         assert "config.json is not the config of a run: its keys are model," in output
         assert "Pass the folder of a run" in output
 
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda fields: fields.pop("model"), "it lacks 'model'"),
+            (lambda fields: fields["model"].update({"class": "Later"}), "unknown class of models 'Later'"),
+            (lambda fields: fields.update(later=1), "TrainConfig has no 'later'"),
+        ],
+    )
+    def test_eval_of_a_run_of_another_version(self, run, tmp_path, damage, message):
+        fields = json.loads((run[0] / "config.json").read_text())
+        damage(fields)
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        output = flowformer("eval", tmp_path, fails=True)
+        assert f"{tmp_path / 'config.json'} cannot be read: {message}" in output
+        assert "Read it with the version that made it" in output
+
+    def test_names_of_files_are_printed_as_they_are(self, run, tmp_path):
+        path = tmp_path / "a:b:c.png"
+        assert flowformer("plot", run[0], "--out", path) == f"{path}\n"
+
     def test_plot(self, run, tmp_path):
         folder, _ = run
         flowformer("plot", folder, "--out", tmp_path / "curves.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -60,6 +61,13 @@ class TestAtomicFile:
             file.writelines(["new", None])
         assert path.read_text() == "old"
         assert os.listdir(tmp_path) == ["file"]
+
+    def test_a_full_disk_is_named(self, tmp_path):
+        path = tmp_path / "file"
+        with pytest.raises(OSError, match=rf"No space left on device: '{path}'"), atomic_file(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with pytest.raises(OSError, match=r"^in words$"), atomic_file(path):
+            raise OSError("in words")
 
     def test_writers_with_the_same_process_id_do_not_mix(self, tmp_path):
         """As on two machines that share a folder, or in two threads; the last to finish wins."""

@@ -142,6 +142,17 @@ def cores() -> int:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
     """Open a temporary file for writing that replaces `path` when the context ends without an exception.
 
@@ -154,7 +165,7 @@ def atomic_file(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]
     # a random name: threads, and machines that share the folder, may have the same process id
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")
     try:
-        with temporary.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
+        with naming(path), temporary.open(mode, encoding=None if "b" in mode else "utf-8", **options) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -106,11 +106,15 @@ def test_who_lost_the_claim_writes_nothing_more(tmp_path, monkeypatch):
     assert json.loads((tmp_path / claims.CLAIM).read_text())["token"] == "other", "it is not ours to release"
 
 
-@pytest.mark.parametrize("content", ["", '{"token": "x", "pi'])
-def test_a_claim_that_a_full_disk_cut_short(tmp_path, content):
-    (tmp_path / claims.CLAIM).write_text(content)
+@pytest.mark.parametrize(
+    "content", [b"", b'{"token": "x", "pi', b"\0\0", b"\xff", b"5", b'["pid"]', b'{"pid": 1}', b'{"token": "x"}']
+)
+def test_a_damaged_claim_holds_nothing(tmp_path, content):
+    """As one that a full disk cut short."""
+    (tmp_path / claims.CLAIM).write_bytes(content)
+    assert claims.owner(tmp_path) is None
     with claims.claimed(tmp_path):
-        assert (tmp_path / claims.CLAIM).read_text() != content
+        assert (tmp_path / claims.CLAIM).read_bytes() != content
 
 
 def test_a_damaged_checkpoint_says_what_to_do(tmp_path):

@@ -341,10 +341,11 @@ def test_a_second_ctrl_c_does_not_wait_for_checkpoints(tmp_path, monkeypatch):
         deaf.communicate()
 
 
-def test_a_failed_run_stops_no_other(tmp_path):
+def test_a_failed_run_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a CI: it does not hide the reason
     made = queue(tmp_path, job(tmp_path, "train", "uea/Nothing"), job(tmp_path, "--help", name="b"))
     made.run()
-    assert "unknown recipe 'uea/Nothing'" in made.failed["a, seed 0"]
+    assert made.failed["a, seed 0"].startswith("unknown recipe 'uea/Nothing'")
     assert "it ended with code 0" in made.failed["b, seed 0"]
     assert made.jobs[0].state().startswith("failed: unknown recipe")
 
@@ -355,6 +356,29 @@ def test_a_full_disk_is_said_before_anything_is_started(tmp_path, monkeypatch):
     made = queue(tmp_path, job(tmp_path, "env"))
     with pytest.raises(OSError, match="1 MiB left, too little for checkpoints"):
         made.run()
+    assert not list(tmp_path.iterdir()), "not even a reservation, which may not fit"
+
+
+def test_a_disk_without_space_for_one_more_run_fails_no_other(tmp_path, monkeypatch):
+    """The first was just started: it dies of the signal, without a checkpoint."""
+    usage = namedtuple("usage", "total used free")
+    space = iter([2**40, 2**20])
+    monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda path: usage(1, 1, next(space)))
+    made = reproduce.Queue([job(tmp_path, "train", "x"), job(tmp_path, "train", "x", name="b")], tmp_path, pack=2)
+    with pytest.raises(OSError, match="too little for checkpoints"):
+        made.run()
+    assert not made.failed
+    assert [each.state() for each in made.jobs] == ["to do", "to do"]
+
+
+def test_a_run_that_is_stopped_by_itself_is_left(tmp_path, monkeypatch):
+    """As by a signal to its process alone."""
+    worker = tmp_path / "worker"
+    worker.write_text("#!/bin/sh\nexit 130\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    output = flowformer("reproduce", "uea", *CELL, "--seeds", 1, "--out", tmp_path / "queue")
+    assert "1 runs are left: they were stopped one by one. Run the same command to resume." in output
 
 
 def test_a_disk_that_fills_up_stops_the_queue(tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +14,9 @@ from dataclasses import replace
 
 import pytest
 from helpers import ROOT
+from matplotlib.figure import Figure
 
-from flowformer.train import recipes, summary, tables
+from flowformer.train import figures, recipes, summary, tables
 from flowformer.train.config import TrainConfig, to_dict
 from flowformer.train.figures import draw_speeds
 from flowformer.train.overrides import override
@@ -338,6 +341,46 @@ class TestCollect:
         assert again.read_text() == page.read_text()
         assert '"training loss": [[' in again.read_text()
 
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_page_without_curves_takes_none_from_another(self, vowels, tmp_path, order):
+        """As of a machine that knew the runs of the other from a CSV."""
+        rows = collect([vowels])
+        *_, full = summary.write(rows, tmp_path / "full")
+        write_csv(rows, tmp_path / "rows.csv")
+        shutil.rmtree(vowels / "uea")
+        *_, bare = summary.write(collect([tmp_path / "rows.csv"]), tmp_path / "bare")
+        sources = [full, bare][::order]
+        assert '"training loss": [[' not in bare.read_text()
+        assert summary.page(collect(sources), {}, sources) == full.read_text()
+
+    def test_runs_behind_a_link_are_found_once(self, vowels, tmp_path_factory):
+        """As of a folder that was moved to another disk; one link is to a folder above it."""
+        queue = tmp_path_factory.mktemp("queue")
+        (queue / "uea").symlink_to(vowels / "uea")
+        assert len(collect([queue])) == 6
+        (vowels / "uea" / "again").symlink_to(vowels)
+        (vowels / "a link").symlink_to(vowels / "uea")
+        assert [row["folder"] for row in collect([vowels])] == [
+            row["folder"].replace(str(queue), str(vowels)) for row in collect([queue])
+        ]
+
+    def test_a_row_without_a_folder_replaces_no_run(self, vowels, tmp_path):
+        rows = collect([vowels])
+        write_csv([{**row, "folder": "", "device": "unknown"} for row in rows], tmp_path / "made.csv")
+        assert collect([tmp_path / "made.csv", vowels]) == rows
+        write_csv([{**row, "folder": "gone"} for row in rows], tmp_path / "gone.csv")
+        merged = collect([tmp_path / "gone.csv", tmp_path / "made.csv"])
+        assert {(row["folder"], row["device"]) for row in merged} == {("gone", "a GPU")}
+
+    def test_a_quotation_mark_that_is_not_closed(self, vowels, tmp_path):
+        path = tmp_path / "kept.csv"
+        row = collect([vowels])[0]
+        write_csv([{**row, "command": "", "seed": seed} for seed in range(2000)], path)
+        header, first, *others = path.read_text().splitlines()
+        path.write_text("\n".join([header, f'"{first}', *others]))
+        with pytest.raises(ValueError, match=r"kept\.csv is damaged at or before line \d+: .* may not be closed"):
+            collect([path])
+
     def test_other_pages_are_refused(self, vowels, tmp_path):
         *_, page = summary.write(collect([vowels]), tmp_path / "out")
         text = page.read_text()
@@ -468,6 +511,70 @@ def test_names_break_neither_table_nor_page(tmp_path):
     assert "<!--" not in summary.page(rows, {})
 
 
+class TestFigures:
+    @pytest.fixture(autouse=True)
+    def _draw_quickly(self, monkeypatch):
+        """Maps that show the weights of the run."""
+
+        def draw(run, data_dir):
+            weights = (run / "final/model.safetensors").read_text()
+            if weights == "damaged":
+                raise ValueError("the weights are damaged")
+            return Figure((len(weights) / 10, 1))
+
+        monkeypatch.setattr(figures, "draw_maps", draw)
+
+    @staticmethod
+    def write_model(folder, weights, **options):
+        run = write_run(folder, "uea/JapaneseVowels", **options)
+        (run / "final").mkdir()
+        (run / "final/config.json").write_text("{}")
+        (run / "final/model.safetensors").write_text(weights)
+        return run
+
+    def test_a_run_has_its_own(self, tmp_path):
+        """Not that of a run with the same name in another place, or of a run that was there before."""
+        for place, epochs in (("a", 1), ("b", 2)):
+            self.write_model(tmp_path / place, place * epochs, overrides=[f"epochs={epochs}"])
+            (tmp_path / place / "uea/JapaneseVowels").rename(tmp_path / place / "runs")
+            next((tmp_path / place / "runs").iterdir()).rename(tmp_path / place / "runs/run")
+        drawn, _ = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        first, second = (path.read_bytes() for path in drawn.values())
+        assert first != second
+        (tmp_path / "a/runs/run/final/model.safetensors").write_text("later")
+        again, _ = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert [path.read_bytes() == old for path, old in zip(again.values(), (first, second), strict=True)] == [
+            False,
+            True,
+        ]
+
+    def test_half_an_image_is_none(self, tmp_path, monkeypatch):
+        """As on a full disk: it would never be drawn again."""
+        self.write_model(tmp_path, "w")
+
+        def fill(figure, file, **options):
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Figure, "savefig", fill)
+            drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (drawn, [error.errno for error in failed.values()]) == ({}, [errno.ENOSPC])
+        assert not list((tmp_path / "out").iterdir())
+        drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (len(drawn), failed) == (1, {})
+
+    def test_a_copy_without_weights_has_none(self, tmp_path):
+        run = self.write_model(tmp_path, "w")
+        (run / "final/model.safetensors").unlink()
+        assert figures.draw_figures(collect([tmp_path]), tmp_path / "out") == ({}, {})
+
+    def test_damaged_weights_cost_no_table(self, tmp_path):
+        self.write_model(tmp_path, "damaged")
+        drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (drawn, [str(error) for error in failed.values()]) == ({}, ["the weights are damaged"])
+
+
 def test_speeds_are_drawn(tmp_path):
     committed = ROOT / "results/lra-speed-cpu.csv"
     ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
@@ -503,8 +610,6 @@ document.body.dataset.seen = JSON.stringify({
 
 @pytest.fixture
 def page(vowels, tmp_path):
-    from matplotlib.figure import Figure
-
     Figure((1, 1)).savefig(tmp_path / "map.png")
     written = summary.write(collect([vowels]), tmp_path / "out", {"a map": tmp_path / "map.png"})
     assert [path.name for path in written] == ["results.csv", "results.md", "results.html"]

@@ -24,8 +24,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-# markup is off because names of files and recipes may contain brackets
-console, errors = Console(markup=False), Console(stderr=True, markup=False)
+# no markup and emoji, because names of files may contain [brackets] and :colons:
+console, errors = Console(markup=False, emoji=False), Console(stderr=True, markup=False, emoji=False)
 STARTED = time.monotonic()  # start of `reproduce --minutes`; taken here, before the slow import of torch
 
 DataDir = Annotated[

@@ -86,8 +86,9 @@ def reproduce(
         print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
         say(f"Written: {', '.join(map(str, written))}")
     unfinished = [job for job in jobs if job.blocked is None and not job.is_done]
-    if running.stopped is not None:
-        say(f"{len(unfinished)} runs are left: {running.stopped}. Run the same command to resume.")
+    if running.stopped is not None or len(unfinished) > len(running.failed):
+        reason = running.stopped or "they were stopped one by one"
+        say(f"{len(unfinished)} runs are left: {reason}. Run the same command to resume.")
     if running.failed:
         raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
 

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from .._utils import naming
+
 CLAIM = "claim.json"
 HEARTBEAT = 5.0  # seconds between heartbeats
 STALE = 120.0  # seconds without a heartbeat after which a claim expires
@@ -192,17 +194,19 @@ def _leave_if_orphaned() -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
     """Open the file under an exclusive lock, which the kernel releases if the process dies."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
+    with naming(path), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
         file.flush()
 
 
 def _read(file: IO[str]) -> dict[str, Any]:
+    """The claim in a file; empty if it is damaged, as by a full disk, since nobody could release such a claim."""
     file.seek(0)
     try:
-        return json.loads(file.read() or "{}")
-    except json.JSONDecodeError:  # truncated by a full disk
+        claim = json.loads(file.read())
+        return claim if isinstance(claim["pid"], int) and {"token", "host", "machine"} < claim.keys() else {}
+    except (ValueError, TypeError, KeyError):
         return {}
 
 

@@ -174,6 +174,7 @@ def from_dict(fields: dict[str, Any]) -> TrainConfig:
     """The config that `to_dict` turned into a dictionary."""
     fields = dict(fields)
     model = dict(fields.pop("model"))
+    check_choice("class of models", model["class"], _MODEL_CONFIGS)
     parts = {
         "model": config_from(_MODEL_CONFIGS[model.pop("class")], model),
         "optimiser": config_from(Optimiser, fields.pop("optimiser")),
@@ -188,7 +189,13 @@ def load(path: Path) -> TrainConfig:
         raise ValueError(
             f"{path} is not the config of a run: its keys are {', '.join(fields)}. Pass the folder of a run."
         )
-    return from_dict(fields)
+    try:
+        return from_dict(fields)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise ValueError(
+            f"{path} cannot be read: {reason}. Read it with the version that made it, or copy it again."
+        ) from error
 
 
 __getattr__ = moved(__name__, {name: f"flowformer.train.overrides.{name}" for name in ("BY_DATA", "keys", "override")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import data
+from .._utils import atomic_file
+from ..models.base import WEIGHTS_FILE
 from .config import TrainConfig, load
 from .evaluation import dataset_size, open_run
 from .record import CONFIG
@@ -85,15 +88,17 @@ def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tupl
 def draw_figures(
     rows: list[Row], folder: Path, data_dir: str | Path | None = None
 ) -> tuple[dict[str, Path], dict[str, Exception]]:
-    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides. Existing images are kept.
+    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides.
+
+    An image is named after its model, and kept if it exists.
 
     Args:
-        rows: from `collect`; runs without a model, such as rows of a CSV from another machine, are left out.
+        rows: from `collect`; runs without a model, such as rows of a CSV or copies without weights, are left out.
         folder: where to write the images.
         data_dir: the folder of all data sets.
 
-    Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data is
-    missing or damaged, by their captions.
+    Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data,
+    model or package is missing or damaged, by their captions.
     """
     figures: dict[str, Path] = {}
     failed: dict[str, Exception] = {}
@@ -101,21 +106,21 @@ def draw_figures(
         return figures, failed
     for row in rows:
         run = Path(row["folder"])
-        drawable = (
-            row["attention"] == "flow" and row["metric"] == "accuracy" and (run / "final" / "config.json").is_file()
-        )
+        weights = run / "final" / WEIGHTS_FILE
+        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and weights.is_file()
         if not drawable or load(run / CONFIG).task not in ("series", "images"):
             continue
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
-        path = folder / f"{run.parent.name}-{run.name}.png"
         if caption in figures or caption in failed:
             continue
+        # runs in different places may have the same name, and another run may have taken the place of an earlier one
+        path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                draw_maps(run, data_dir=data_dir).savefig(path, dpi=80)
-            except (data.MissingDataError, data.DamagedDataError) as error:
+                _save(draw_maps(run, data_dir=data_dir), path)
+            except (OSError, ValueError, ImportError) as error:
                 failed[caption] = error
                 continue
         figures[caption] = path
@@ -130,5 +135,16 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     image = folder / f"{path.stem}.png"
-    viz.speed_figure(path).savefig(image, dpi=80)
+    _save(viz.speed_figure(path), image)
     return {"Steps per second of one model with each attention": image}
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Write the image as a whole or not at all, since an image that exists is not drawn again."""
+    with atomic_file(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=80)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]

@@ -279,6 +279,7 @@ class Queue:
             waiting.popleft()
             if job.done.exists():
                 continue
+            self._check_space()
             owner = claims.reserve(job.folder)
             if owner is not None:
                 others.append((job, owner))
@@ -301,14 +302,17 @@ class Queue:
             self.stopped = f"the last {len(others)} are run by {hosts}"
         return bool(soon)
 
-    def _launch(self, job: Job) -> None:
+    def _check_space(self) -> None:
+        """Raise if the disk has no space for checkpoints; first, since a full disk does not even take a reservation."""
         free = shutil.disk_usage(self.out).free
         if free < MIN_FREE_BYTES:
-            claims.unreserve(job.folder)
+            self.stopped = f"the disk of {self.out} is full"  # so that runs that stop early have not failed
             raise OSError(
                 f"the disk of {self.out} has {free / 2**20:.0f} MiB left, too little for checkpoints. Free some space; "
                 "then run the same command to resume: nothing that was finished is lost."
             )
+
+    def _launch(self, job: Job) -> None:
         (job.folder / ERROR).unlink(missing_ok=True)
         threads = str(max(1, cores() // self.pack))
         with (job.folder / LOG).open("w") as log:
@@ -317,7 +321,8 @@ class Queue:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": threads, **os.environ, claims.PARENT: str(os.getpid())},
+                # a dumb terminal, so that FORCE_COLOR adds no escape sequences to the log
+                env={"OMP_NUM_THREADS": threads, **os.environ, "TERM": "dumb", claims.PARENT: str(os.getpid())},
                 start_new_session=True,  # only this process gets Ctrl-C; it then stops its jobs by SIGTERM
             )
         self._running[process] = job

@@ -6,6 +6,7 @@ Only a run of images needs more than its files: its model is built, on the meta 
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def collect(sources: Iterable[Path]) -> list[Row]:
         for row in _rows(source):
             first = collected.setdefault(identity(row), row)
             # if the same run is both a row of a file and a folder, keep the folder
-            if not Path(first["folder"]).is_dir() and Path(row["folder"]).is_dir():
+            if not _has_folder(first) and _has_folder(row):
                 first.update(row)
     return sorted(collected.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
@@ -109,13 +110,31 @@ def identity(row: Row) -> tuple[str, ...]:
 
 
 def is_page(source: Path) -> bool:
-    return source.suffix == ".html"
+    return source.suffix == ".html" and not source.is_dir()
+
+
+def _has_folder(row: Row) -> bool:
+    return row["folder"] != "" and Path(row["folder"]).is_dir()  # Path("") is the current folder
 
 
 def _rows(source: Path) -> Iterable[Row]:
     if source.is_dir():
-        return (_checked_row(path.parent) for path in sorted(source.rglob(RESULT)))
+        return (_checked_row(run) for run in sorted(_runs(source)))
     return _read_page(source) if is_page(source) else _read_csv(source)
+
+
+def _runs(source: Path) -> Iterable[Path]:
+    """The folders with a result at or below a folder. Links to folders, such as those on another disk, are followed."""
+    visited = set()
+    for name, folders, files in os.walk(source, followlinks=True):
+        real = os.path.realpath(name)
+        if real in visited:  # a link to a folder above it would never end
+            folders.clear()
+            continue
+        visited.add(real)
+        folders.sort(key=lambda each: (os.path.islink(os.path.join(name, each)), each))  # folders before links to them
+        if RESULT in files:
+            yield Path(name)
 
 
 def same_experiment(differences: str) -> bool:
@@ -254,21 +273,31 @@ def write_csv(rows: list[Row], path: Path) -> None:
 def _read_csv(path: Path) -> Iterable[Row]:
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets write a byte order mark
         reader = csv.DictReader(file)
-        missing = set(_COLUMNS).difference(reader.fieldnames or ())
-        if missing:
+        try:
+            yield from _csv_rows(reader, path)
+        except csv.Error as error:  # of a field that is too large, which may be all that follows a quotation mark
             raise ValueError(
-                f"{path} is no table of results: it lacks {', '.join(sorted(missing))}. Accepted: a results.csv of "
-                "flowformer results --out, with all of its columns."
-            )
-        for row in reader:
-            try:
-                if None in row or None in row.values():
-                    raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns, as the first line has")
-                yield _typed({name: row[name] for name in _COLUMNS})
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."
-                ) from error
+                f"{path} is damaged at or before line {reader.line_num}: {error}. A quotation mark may not be closed. "
+                "Correct it, or copy it again."
+            ) from error
+
+
+def _csv_rows(reader: csv.DictReader, path: Path) -> Iterable[Row]:
+    missing = set(_COLUMNS).difference(reader.fieldnames or ())
+    if missing:
+        raise ValueError(
+            f"{path} is no table of results: it lacks {', '.join(sorted(missing))}. Accepted: a results.csv of "
+            "flowformer results --out, with all of its columns."
+        )
+    for row in reader:
+        try:
+            if None in row or None in row.values():
+                raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns, as the first line has")
+            yield _typed({name: row[name] for name in _COLUMNS})
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."
+            ) from error
 
 
 def _read_page(path: Path) -> Iterable[Row]:

@@ -433,7 +433,8 @@ def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] =
     """The page of results as HTML."""
     from ..viz.page import curves, read_runs, results_page
 
-    kept = {identity(run["facts"]): run["curves"] for path in sources if is_page(path) for run in read_runs(path)}
+    earlier = [run for path in sources if is_page(path) for run in read_runs(path)]
+    kept = {identity(run["facts"]): run["curves"] for run in reversed(earlier) if run["curves"]}
     numbers = {id(row): i for i, row in enumerate(rows)}
     tables: list[dict[str, Any]] = []
     for table in fill(rows):
