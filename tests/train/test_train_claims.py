@@ -78,6 +78,15 @@ def test_the_owner_of_a_folder_that_may_only_be_read(tmp_path, holder, monkeypat
     assert claims.owner(tmp_path / "other") is None
 
 
+def test_users_of_a_group_can_share_a_queue(tmp_path):
+    before = os.umask(0o002)
+    try:
+        claims.reserve(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / claims.CLAIM).stat().st_mode & 0o777 == 0o664
+
+
 def test_a_heartbeat_keeps_the_claim(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "HEARTBEAT", 0.0)
     with claims.claimed(tmp_path):

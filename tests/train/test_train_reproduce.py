@@ -316,6 +316,24 @@ def test_a_method_without_checkpoints_that_is_stopped_has_not_failed(tmp_path):
     assert job.state() == "to do"
 
 
+@pytest.mark.parametrize(
+    ("written", "start"), [([], "starts over"), (["step-04", "step-12"], "resumes from step-12")], ids=["none", "two"]
+)
+def test_a_run_that_does_not_stop_in_time_is_killed(tmp_path, written, start):
+    deaf, said = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE), []
+    assert deaf.stdout.readline()
+    running = job(tmp_path)
+    claims.reserve(running.folder)
+    for name in written:
+        (running.folder / "checkpoints" / name).mkdir(parents=True)
+        (running.folder / "checkpoints" / name / "progress.json").touch()
+    made = reproduce.Queue([running], tmp_path, pack=1, say=said.append, stopped="it was asked to")
+    made._running[deaf] = running
+    made._stop(time.monotonic())
+    assert deaf.returncode == -signal.SIGKILL
+    assert said == [f"killed: {running.label}, which wrote no checkpoint in time and {start}"]
+
+
 def test_a_second_ctrl_c_does_not_wait_for_checkpoints(tmp_path, monkeypatch):
     class Clock:
         """Ctrl-C whenever the queue waits."""

@@ -194,7 +194,7 @@ def _leave_if_orphaned() -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
     """Open the file under an exclusive lock, which the kernel releases if the process dies."""
-    with naming(path), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
+    with naming(path), os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
         file.flush()

@@ -364,7 +364,9 @@ class Queue:
             process.kill()
             process.wait()
             claims.unreserve(job.folder)
-            self.say(f"killed: {job.label}, which wrote no checkpoint in time and resumes from the one before")
+            earlier = checkpoints.latest(job.folder / "checkpoints")
+            start = "starts over" if earlier is None else f"resumes from {earlier.name}"
+            self.say(f"killed: {job.label}, which wrote no checkpoint in time and {start}")
         self._running.clear()
 
 
