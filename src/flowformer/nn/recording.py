@@ -17,6 +17,7 @@ def record_maps(model: nn.Module) -> Iterator[list[FlowMaps]]:
 
     Inside a nested `record_maps` block, only the inner list receives maps.
 
+    >>> import torch
     >>> attention = FlowAttention(32, 4)
     >>> with record_maps(attention) as maps:
     ...     _ = attention(torch.randn(2, 10, 32))
