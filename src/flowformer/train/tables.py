@@ -380,9 +380,9 @@ REMOVALS = Table(
 
 _CANDIDATES = (
     Method("default", "flow"),
-    Method("clamp = 1", "flow", ("model.variant.clamp=1.0",)),
-    Method("ε = 1e-3", "flow", ("model.variant.eps=0.001",)),
-    Method("scale = 1/√D", "flow", ("model.attention_options.scale=0.125",)),
+    Method("clamp 1", "flow", ("model.variant.clamp=1.0",)),
+    Method("ε 1e-3", "flow", ("model.variant.eps=0.001",)),
+    Method("scale 1/√D", "flow", ("model.attention_options.scale=0.125",)),
 )
 
 
