@@ -1,0 +1,159 @@
+"""The figures of runs, and the page of results, which works in a browser on its own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from finished_runs import write_run
+from helpers import ROOT
+from matplotlib.figure import Figure
+
+from flowformer.train import figures, summary
+from flowformer.train.figures import draw_speeds
+from flowformer.train.results import collect
+
+
+class TestFigures:
+    @pytest.fixture(autouse=True)
+    def _draw_quickly(self, monkeypatch):
+        """Maps that show the weights of the run."""
+
+        def draw(run, data_dir):
+            weights = (run / "final/model.safetensors").read_text()
+            if weights == "damaged":
+                raise ValueError("the weights are damaged")
+            return Figure((len(weights) / 10, 1))
+
+        monkeypatch.setattr(figures, "draw_maps", draw)
+
+    @staticmethod
+    def write_model(folder, weights, **options):
+        run = write_run(folder, "uea/JapaneseVowels", **options)
+        (run / "final").mkdir()
+        (run / "final/config.json").write_text("{}")
+        (run / "final/model.safetensors").write_text(weights)
+        return run
+
+    def test_a_run_has_its_own(self, tmp_path):
+        """Not that of a run with the same name in another place, or of a run that was there before."""
+        for place, epochs in (("a", 1), ("b", 2)):
+            self.write_model(tmp_path / place, place * epochs, overrides=[f"epochs={epochs}"])
+            (tmp_path / place / "uea/JapaneseVowels").rename(tmp_path / place / "runs")
+            next((tmp_path / place / "runs").iterdir()).rename(tmp_path / place / "runs/run")
+        drawn, _ = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        first, second = (path.read_bytes() for path in drawn.values())
+        assert first != second
+        (tmp_path / "a/runs/run/final/model.safetensors").write_text("later")
+        again, _ = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert [path.read_bytes() == old for path, old in zip(again.values(), (first, second), strict=True)] == [
+            False,
+            True,
+        ]
+
+    def test_half_an_image_is_none(self, tmp_path, monkeypatch):
+        """As on a full disk: it would never be drawn again."""
+        self.write_model(tmp_path, "w")
+
+        def fill(figure, file, **options):
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Figure, "savefig", fill)
+            drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (drawn, [error.errno for error in failed.values()]) == ({}, [errno.ENOSPC])
+        assert not list((tmp_path / "out").iterdir())
+        drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (len(drawn), failed) == (1, {})
+
+    def test_a_copy_without_weights_has_none(self, tmp_path):
+        run = self.write_model(tmp_path, "w")
+        (run / "final/model.safetensors").unlink()
+        assert figures.draw_figures(collect([tmp_path]), tmp_path / "out") == ({}, {})
+
+    def test_damaged_weights_cost_no_table(self, tmp_path):
+        self.write_model(tmp_path, "damaged")
+        drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert (drawn, [str(error) for error in failed.values()]) == ({}, ["the weights are damaged"])
+
+
+def test_speeds_are_drawn(tmp_path):
+    committed = ROOT / "results/lra-speed-cpu.csv"
+    ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# what a user would do, and what can be seen then
+USE = """
+<script>
+const section = [...document.querySelectorAll("section")].find(s => s.querySelector("h2")?.textContent === "Runs");
+const heading = [...section.querySelectorAll("th")].find(h => h.textContent === "final");
+const column = [...heading.parentNode.children].indexOf(heading);
+const shown = () => [...section.querySelectorAll("tbody tr")].map(line => line.children[column].textContent).join(",");
+heading.click();
+const up = shown();
+heading.click();
+const down = shown();
+document.querySelector("#tables td.runs").click();
+document.body.dataset.seen = JSON.stringify({
+  up, down, headings: [...heading.parentNode.children].map(h => h.textContent),
+  aligned: [...section.querySelector("tbody tr").children].map(td => getComputedStyle(td).textAlign[0]).join(""),
+  cut: [...document.querySelectorAll("#detail text")].filter(t => t.getBBox().x < 0).map(t => t.textContent),
+  curves: document.querySelectorAll("#detail .curve").length,
+  facts: [...document.querySelectorAll("#detail dt")].map(e => e.textContent).includes("commit"),
+  command: document.querySelector("#detail").textContent.includes("</script> 'x y'".replace("\\\\", "")),
+  figures: [...document.images].every(image => image.complete && image.naturalWidth > 0) && document.images.length,
+  loaded: performance.getEntriesByType("resource").filter(entry => !entry.name.startsWith("data:")).length,
+});
+</script>
+"""
+
+
+@pytest.fixture
+def page(vowels, tmp_path):
+    Figure((1, 1)).savefig(tmp_path / "map.png")
+    written = summary.write(collect([vowels]), tmp_path / "out", {"a map": tmp_path / "map.png"})
+    assert [path.name for path in written] == ["results.csv", "results.md", "results.html"]
+    return written[-1]
+
+
+def test_page_needs_nothing_else(page):
+    text = page.read_text()
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert text.count("</script>") == 2, "what a command says ends no element"
+    assert text.count("http") == text.count("http://www.w3.org/2000/svg")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_in_a_browser(page, tmp_path):
+    used = tmp_path / "used.html"
+    used.write_text(page.read_text().replace("</body>", USE.replace("</script> 'x", "<\\/script> 'x") + "</body>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--virtual-time-budget=5000", "--dump-dom", used.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    seen = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert seen, done.stderr[-2000:]
+    found = json.loads(seen[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
+    assert found["up"] == "50.00,95.00,96.00,97.00,98.00,99.00"
+    assert found["down"] == "99.00,98.00,97.00,96.00,95.00,50.00"
+    assert found["headings"] == list(summary._RUN_COLUMNS.values())
+    assert found["aligned"] == "llrlrrrrrll", "text to the left, numbers and empty cells to the right"
+    assert found["cut"] == [], "labels of the axes are shown whole"
+    assert found["curves"] > 0
+    assert found["facts"]
+    assert found["command"]
+    assert found["figures"]
+    assert found["loaded"] == 0
