@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
+from flowformer.baselines.softmax import SoftmaxAttention
 from flowformer.nn import RivalAttention, build_attention, independent_sinks, record_maps
+from flowformer.nn.packing import Packing
 from flowformer.ops.variant import ABLATIONS
 
 WIDTH, HEADS = 12, 3
@@ -461,6 +465,34 @@ def test_packed_sequences_of_a_rival_are_a_loop_over_them(name, is_causal):
     for start, stop in pairwise(bounds):
         torch.testing.assert_close(result[:, start:stop], attention(x[:, start:stop]))
     assert (result[:, 10:] == attention.out_proj.bias).all()
+
+
+def test_softmax_within_packed_sequences_does_not_pad(monkeypatch):
+    """As in low precision on a GPU; the causal form exists only there."""
+    attention = RivalAttention(16, 4, name="softmax", num_kv_heads=2, dtype=torch.float64)
+    x, bounds = torch.randn(1, 12, 16, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 4, 10])
+    padded = attention(x, cu_seqlens=bounds)
+    monkeypatch.setattr(SoftmaxAttention, "attends_packed", lambda *args: True)
+    with sdpa_kernel(SDPBackend.MATH), patch.object(Packing, "unpack", side_effect=AssertionError):
+        packed = attention(x, cu_seqlens=bounds)
+    gradients = (torch.autograd.grad(result.square().sum(), x)[0] for result in (packed, padded))
+    torch.testing.assert_close(packed, padded)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+def test_softmax_within_packed_sequences_on_a_gpu(is_causal, head_dim):
+    torch.manual_seed(0)
+    attention = RivalAttention(64, 4, head_dim=head_dim, name="softmax", is_causal=is_causal).cuda()
+    x, bounds = torch.randn(1, 800, 64, device="cuda"), torch.tensor([0, 300, 301, 700], device="cuda")
+    expected = attention(x, cu_seqlens=bounds, max_seqlen=400)
+    with torch.autocast("cuda", torch.bfloat16), patch.object(Packing, "unpack") as unpack:
+        result = attention(x, cu_seqlens=bounds, max_seqlen=400)
+    assert not unpack.called
+    assert (result - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["flow", "linear"])

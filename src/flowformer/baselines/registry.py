@@ -88,6 +88,21 @@ class Mechanism(nn.Module):
         """Return the result, (B, H, N, E); rows of masked queries may have any finite values."""
         raise NotImplementedError
 
+    def attends_packed(self, query: Tensor, value: Tensor, lengths: list[int]) -> bool:
+        """Whether `attend_packed` takes sequences of these lengths, dtype and device; otherwise they are padded."""
+        return False
+
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, lengths: list[int], *, is_causal: bool
+    ) -> Tensor:
+        """Attend within packed sequences.
+
+        Args:
+            query, key, value: (T, H, D), (T, H, D) and (T, H, E); the result is (T, H, E).
+            cu_seqlens, lengths: (B + 1,) bounds of the sequences, which end with T, and their lengths.
+        """
+        raise NotImplementedError
+
     def weighted(
         self, query, key, value, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Tensor:

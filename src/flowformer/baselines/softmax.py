@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
 from .registry import Mechanism, register
 
@@ -43,3 +45,26 @@ class SoftmaxAttention(Mechanism):
         empty = ~seen.any(-1, keepdim=True)
         key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, seen | empty, dropout).masked_fill(empty, 0)
+
+    def attends_packed(self, query: Tensor, value: Tensor, lengths: list[int]) -> bool:
+        # what flash attention reads; other kernels need a padded batch, and its mask of N × N entries
+        width = query.shape[-1]
+        fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+        return fits and value.shape[-1] == width and min(lengths, default=0) > 0
+
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, lengths: list[int], *, is_causal: bool
+    ) -> Tensor:
+        def nested(x: Tensor) -> Tensor:  # (B, H, N, D), with N that differs between sequences
+            return nested_tensor_from_jagged(
+                x.contiguous(), cu_seqlens, min_seqlen=min(lengths), max_seqlen=max(lengths)
+            ).transpose(1, 2)
+
+        dropout = self.weight_dropout if self.training else 0.0
+        # without autocast, as in `attend`
+        with torch.autocast(query.device.type, enabled=False):
+            result = F.scaled_dot_product_attention(
+                nested(query), nested(key), nested(value), dropout_p=dropout, is_causal=is_causal
+            )
+        packed: Tensor = result.transpose(1, 2).values()
+        return packed

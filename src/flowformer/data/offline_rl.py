@@ -53,6 +53,7 @@ class Windows(Dataset[Item]):
         returns: return of each episode.
         states, actions, rewards, timesteps: (M, …), the steps of all episodes one after another.
         returns_to_go: (M, 1), sum of the rewards from each step to the end of its episode, divided by `RETURN_SCALE`.
+        steps: those of the tensors above that windows are cut from, by key.
         ends: (M,), index after the last step of each step's episode.
         terminated: (M,), True for the last step of an episode that was not truncated by a time limit.
     """
@@ -75,6 +76,7 @@ class Windows(Dataset[Item]):
         to_go = [np.cumsum(episode.rewards[::-1], dtype=np.float64)[::-1] for episode in episodes]
         self.returns = torch.tensor([rewards[0] for rewards in to_go])
         self.returns_to_go = torch.from_numpy(np.concatenate(to_go) / RETURN_SCALE).float()[:, None]
+        self.steps = {key: getattr(self, key) for key in ("returns_to_go", "states", "actions", "timesteps")}
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -98,12 +100,8 @@ class Windows(Dataset[Item]):
         def padded(values: Tensor) -> Tensor:
             return torch.cat((values[steps], values.new_zeros(self.window - length, *values.shape[1:])))
 
-        return {
-            "returns_to_go": padded(self.returns_to_go),
-            "states": padded(self.states),
-            "actions": padded(self.actions),
-            "timesteps": padded(self.timesteps),
-            "mask": torch.arange(self.window) < length,
+        return {key: padded(values) for key, values in self.steps.items()} | {
+            "mask": torch.arange(self.window) < length
         }
 
 

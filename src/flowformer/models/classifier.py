@@ -195,8 +195,7 @@ class SequenceEncoder(FlowModel):
         return self._pool(self.norm(x), mask)
 
     def _packing(self, mask: Tensor) -> Packing | None:
-        may_pack = self.pack and is_flow(self.config.attention) and self.config.pooling != "mean"
-        if not may_pack or is_observed(self.layers):
+        if not self.pack or self.config.pooling == "mean" or is_observed(self.layers):
             return None
         packing = Packing.from_mask(mask)
         # a sequence without tokens has no first token to pool
@@ -205,8 +204,10 @@ class SequenceEncoder(FlowModel):
     def _encode_packed(self, tokens: Tensor, mask: Tensor, packing: Packing) -> Tensor:
         """Encode packed sequences; same result as `encode` on the padded batch."""
         x = self._embed(packing.pack(tokens), packing.pack(token_positions(mask)))  # (1, T, W)
+        # rivals pad to this length, and the parameters of some allow no longer one
+        longest = packing.max_seqlen if is_flow(self.config.attention) else mask.shape[1]
         for layer in self.layers:
-            x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
+            x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=longest)
         # poolings "cls" and "first" read only the first token of each sequence
         return self.norm(x[0, packing.cu_seqlens[:-1]])
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._utils import check_positive
 from ..nn import FlowDecoder, FlowDecoderLayer, LearnedPositions, is_flow, token_positions
+from ..nn.masks import zero_padding
 from ..ops import FlowState, FlowVariant
 from .base import FlowModel, options_with_dropout
 
@@ -210,7 +211,7 @@ class FlowformerDecision(FlowModel):
         if return_maps:
             return self._with_maps(returns_to_go, states, actions, timesteps, mask)
         self._check(returns_to_go, states, actions, mask)
-        returns_to_go, states, actions = (_zero_padding(x, mask) for x in (returns_to_go, states, actions))
+        returns_to_go, states, actions = (zero_padding(x, mask) for x in (returns_to_go, states, actions))
         if timesteps is None:
             timesteps = token_positions(torch.ones_like(returns_to_go, dtype=torch.bool) if mask is None else mask)
         x = self._embed(returns_to_go, states, actions, timesteps.repeat_interleave(3, 1))
@@ -235,7 +236,7 @@ class FlowformerDecision(FlowModel):
         The loss is 0 if all steps are masked. Args: as for `forward`.
         """
         predicted = self(returns_to_go, states, actions, timesteps, mask).action
-        actions = _zero_padding(actions, mask)
+        actions = zero_padding(actions, mask)
         if self.config.discrete_actions:
             error = F.cross_entropy(predicted.mT, actions.long(), reduction="none")[..., None]  # (B, T, 1)
         else:
@@ -378,8 +379,3 @@ class FlowformerDecision(FlowModel):
             )
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != steps):
             raise ValueError(f"the mask must be bool of shape {steps}, got {mask.dtype} {tuple(mask.shape)}.")
-
-
-def _zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, T) or (B, T, …) with 0 in masked steps, where NaN would make gradients NaN: 0 · NaN is NaN."""
-    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)

@@ -367,18 +367,31 @@ class RivalAttention(ProjectedAttention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `FlowAttention.forward` except `state`; packed sequences are padded first."""
+        """Attend, with the arguments of `FlowAttention.forward` except `state`.
+
+        Packed sequences are padded first, unless the mechanism attends within them.
+        """
         check_packed(query, (key, value, query_mask, key_mask), cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if cu_seqlens is None:
             return self._merge_heads(self._attend(q, k, v, query_mask, key_mask))
         tokens = query.shape[1]
         packing = Packing.from_bounds(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
-        q, k, v = (packing.unpack(x.transpose(1, 2), packing.max_seqlen).transpose(1, 2) for x in (q, k, v))
-        mask = packing.unpack(q.new_ones(1, tokens, dtype=torch.bool), packing.max_seqlen)
-        result = packing.pack(self._attend(q, k, v, mask, mask).transpose(1, 2))
+        result = self._attend_packed(q, k, v, packing)
         # filler tokens after the last sequence attend to nothing: their result is 0
-        return self._merge_heads(F.pad(result, (0, 0, 0, 0, 0, tokens - result.shape[1])).transpose(1, 2))
+        return self._merge_heads(F.pad(result, (0, 0, 0, tokens - result.shape[2])))
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """Attend within packed sequences (1, H, T, D); the result leaves filler tokens out."""
+        count = sum(packing.lengths)
+        if self.mechanism.attends_packed(q, v, packing.lengths):
+            q, k, v = (x[0, :, :count].transpose(0, 1) for x in (q, repeat_heads(q, k), repeat_heads(q, v)))
+            bounds, lengths = packing.cu_seqlens, packing.lengths
+            packed = self.mechanism.attend_packed(q, k, v, bounds, lengths, is_causal=self.is_causal)
+            return packed.transpose(0, 1)[None]
+        q, k, v = (packing.unpack(x.transpose(1, 2), packing.max_seqlen).transpose(1, 2) for x in (q, k, v))
+        mask = packing.unpack(q.new_ones(1, count, dtype=torch.bool), packing.max_seqlen)
+        return packing.pack(self._attend(q, k, v, mask, mask).transpose(1, 2)).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
         k, v = repeat_heads(q, k), repeat_heads(q, v)

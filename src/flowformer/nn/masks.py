@@ -76,3 +76,8 @@ def require(condition: Tensor, message: str) -> None:
 def is_readable(x: Tensor) -> bool:
     """Whether Python can read the values: not in compiled code, in a CUDA graph capture, or on the meta device."""
     return not (torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (B, N, …) with 0 where the mask (B, N) is False: NaN in padding would make gradients NaN, as 0 · NaN is NaN."""
+    return x if mask is None else x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)

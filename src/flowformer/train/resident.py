@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..data.offline_rl import Windows
 from ..data.splits import MASKS, Columns, FlatSequences
+from ..nn.masks import zero_padding
 from .config import TrainConfig
 from .tasks import Batch
 
@@ -60,7 +62,41 @@ class DeviceColumn:
             values = values.long() + self.shift
         if int(lengths.min()) == longest:
             return values, None
-        return values.masked_fill_(~mask.view(*mask.shape, *(1,) * (values.dim() - 2)), 0), mask
+        return zero_padding(values, mask), mask
+
+
+class DeviceColumns:
+    """The columns of a dataset, on the device."""
+
+    def __init__(self, dataset: Columns, device: torch.device) -> None:
+        self.columns = {key: DeviceColumn(column, device) for key, column in dataset.columns.items()}
+
+    def take(self, chosen: Tensor, length: int | None) -> Batch:
+        """The batch of the chosen examples, with the arguments of `DeviceColumn.take`."""
+        batch = {}
+        for key, column in self.columns.items():
+            batch[key], mask = column.take(chosen, length)
+            if mask is not None:
+                batch[MASKS[key]] = mask
+        return batch
+
+
+class DeviceWindows:
+    """The steps of all episodes, on the device, from which windows are cut."""
+
+    def __init__(self, dataset: Windows, device: torch.device) -> None:
+        self.window = dataset.window
+        self.ends = dataset.ends.to(device)
+        self.steps = {key: steps.to(device) for key, steps in dataset.steps.items()}
+
+    def take(self, chosen: Tensor, length: int | None) -> Batch:
+        """The batch of the chosen windows, which all have the same length."""
+        device = self.ends.device
+        first = _to_device(chosen, device)[:, None]
+        indices = first + torch.arange(self.window, device=device)
+        mask = indices < self.ends[first]  # (B, T)
+        indices = torch.where(mask, indices, 0)
+        return {key: zero_padding(steps[indices], mask) for key, steps in self.steps.items()} | {"mask": mask}
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -73,11 +109,12 @@ def applies(dataset: Dataset, config: TrainConfig, device: torch.device) -> bool
     return config.on_device and device.type == "cuda" and fits(dataset)
 
 
-def fits(dataset: Dataset) -> bool:
-    """Whether the items come from columns without augmentation, and the columns take at most MAX_BYTES."""
-    return (
-        type(dataset).__getitem__ is Columns.__getitem__ and sum(map(_bytes, _columns(dataset).values())) <= MAX_BYTES
-    )
+def fits(dataset: Any) -> bool:
+    """Whether the items are windows, or come from columns without augmentation, and take at most MAX_BYTES."""
+    if isinstance(dataset, Windows):
+        return sum(steps.nbytes for steps in dataset.steps.values()) <= MAX_BYTES
+    is_plain = type(dataset).__getitem__ is Columns.__getitem__
+    return is_plain and sum(map(_bytes, dataset.columns.values())) <= MAX_BYTES
 
 
 def batches(
@@ -90,30 +127,22 @@ def batches(
         order: pairs of number and indices, as from `MicroBatches`.
         length: as in `data.collate`.
     """
-    columns = _device_columns(dataset, device)
+    copy = _device_copy(dataset, device)
     for _, indices in order:
-        chosen, batch = torch.tensor(indices), {}
-        for key, column in columns.items():
-            batch[key], mask = column.take(chosen, length)
-            if mask is not None:
-                batch[MASKS[key]] = mask
-        yield batch
+        yield copy.take(torch.tensor(indices), length)
 
 
-# the columns of each dataset on each device, which live as long as the dataset: each evaluation needs the same ones
-_copies: WeakKeyDictionary[Dataset, dict[torch.device, dict[str, DeviceColumn]]] = WeakKeyDictionary()
+# the copies of each dataset on each device, which live as long as the dataset: each evaluation needs the same one
+_copies: WeakKeyDictionary[Dataset, dict[torch.device, DeviceColumns | DeviceWindows]] = WeakKeyDictionary()
 
 
-def _device_columns(dataset: Dataset, device: torch.device) -> dict[str, DeviceColumn]:
-    """The columns of a dataset on a device, copied by the first call."""
+def _device_copy(dataset: Any, device: torch.device) -> DeviceColumns | DeviceWindows:
+    """The dataset on a device, copied by the first call."""
     copies = _copies.setdefault(dataset, {})
     if device not in copies:
-        copies[device] = {key: DeviceColumn(column, device) for key, column in _columns(dataset).items()}
+        kind = DeviceWindows if isinstance(dataset, Windows) else DeviceColumns
+        copies[device] = kind(dataset, device)
     return copies[device]
-
-
-def _columns(dataset: Any) -> dict[str, Any]:
-    return dataset.columns
 
 
 def _bytes(column: Any) -> int:

@@ -310,13 +310,13 @@ class Decision(Task):
 
 
 def environments(name: str, episodes: int) -> Any:
-    """A vector environment with one sub-environment per episode, at most ten."""
+    """A vector environment with one sub-environment per episode, at most a hundred."""
     gymnasium = optional_import("gymnasium", "rl")
     with warnings.catch_warnings():
         # gymnasium warns that v4 is out of date, but D4RL's data was recorded with its physics
         warnings.filterwarnings("ignore", message=".*is out of date", category=DeprecationWarning)
         try:
-            return gymnasium.make_vec(name, num_envs=min(episodes, 10))
+            return gymnasium.make_vec(name, num_envs=min(episodes, 100))
         except gymnasium.error.DependencyNotInstalled as error:
             raise ImportError(f"{name} cannot be played: {error}; pip install 'flowformer[rl]' brings it.") from error
 
