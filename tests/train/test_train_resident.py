@@ -192,6 +192,20 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_replay_mixed_images(tmp_path, compiled):
+    """Images are mixed outside the graph, with weights drawn on the CPU for each batch."""
+    cases, model, sizes = random_cases("images")
+    splits = Splits(cases, None, cases, DataInfo("tiny", "0", **sizes))
+    changes = {"task": "images", "model": model, "mixup": 0.8, "cutmix": 1.0, "select_on": "test"}
+    config = replace(CONFIG, steps=40, batch_size=2, compile=compiled, **changes)
+    for capture in (False, True):
+        train(replace(config, graphs=capture), tmp_path / str(capture), splits=splits)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_resident_data_on_a_gpu(tmp_path):
     for on_device in (False, True):
         train(replace(CONFIG, on_device=on_device), tmp_path / str(on_device), splits=SERIES)

@@ -93,7 +93,6 @@ def check_graphs(config: TrainConfig, accelerator: Accelerator) -> None:
         "one process": accelerator.num_processes > 1,
         "accumulate=1": config.accumulate > 1,
         "another precision than fp16": config.precision == "fp16",
-        "mixup=0 and cutmix=0, which draw on the CPU": bool(config.mixup or config.cutmix),
         "redraw_every=none, since directions are drawn on the CPU": redraw_every is not None,
     }
     missing = [need for need, unmet in obstacles.items() if unmet]

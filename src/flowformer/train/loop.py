@@ -193,7 +193,10 @@ class Trainer:
         The loss is the mean over all examples, or tokens, of all micro-batches and ranks, even if their sizes differ.
         """
         config, progress = self.config, self.progress
-        micro_batches = [send_to_device(batch, self._device, non_blocking=True) for batch in micro_batches]
+        micro_batches = [
+            self.task.augmented(send_to_device(batch, self._device, non_blocking=True), config)
+            for batch in micro_batches
+        ]
         rate = config.schedule.rate(config.optimiser.lr, progress.step, self.steps)
         if config.graphs:
             self._rate.fill_(rate)

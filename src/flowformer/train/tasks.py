@@ -97,6 +97,10 @@ class Task:
     def arguments(self, batch: Batch) -> list[Tensor | None]:
         return [batch.get(key) for key in self.inputs]
 
+    def augmented(self, batch: Batch, config: TrainConfig) -> Batch:
+        """A batch for training, with random changes that concern several of its examples."""
+        return batch
+
     def count(self, batch: Batch) -> Tensor:
         """The number of terms in the loss of a batch: examples, tokens, or components of actions."""
         raise NotImplementedError
@@ -143,16 +147,19 @@ class Classification(Task):
 
     targets: ClassVar[tuple[str, ...]] = ("label",)
 
+    def augmented(self, batch: Batch, config: TrainConfig) -> Batch:
+        if not (config.mixup or config.cutmix):
+            return batch
+        image, label = _mix(batch["image"], batch["label"], config)
+        return {**batch, "image": image, "label": label}
+
     def count(self, batch: Batch) -> Tensor:
         # filled on the device: a copy from the host would synchronise
         return torch.full((), float(len(batch["label"])), device=batch["label"].device)
 
     def loss(self, model: Any, batch: Batch, config: TrainConfig) -> Tensor:
         label = batch["label"]
-        smoothing = config.label_smoothing
-        if config.mixup or config.cutmix:
-            mixed, label = _mix(batch["image"], label, config)
-            batch, smoothing = {**batch, "image": mixed}, 0.0
+        smoothing = 0.0 if label.is_floating_point() else config.label_smoothing  # mixed labels are smoothed already
         logits = model(*self.arguments(batch))
         return F.cross_entropy(logits.float(), label, reduction="sum", label_smoothing=smoothing)
 
