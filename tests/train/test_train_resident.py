@@ -193,8 +193,10 @@ def test_graphs_replay_the_same_updates(tmp_path, monkeypatch, optimiser):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_replay_mixed_images(tmp_path, compiled):
+def test_graphs_replay_mixed_images(tmp_path, monkeypatch, compiled):
     """Images are mixed outside the graph, with weights drawn on the CPU for each batch."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     cases, model, sizes = random_cases("images")
     splits = Splits(cases, None, cases, DataInfo("tiny", "0", **sizes))
     changes = {"task": "images", "model": model, "mixup": 0.8, "cutmix": 1.0, "select_on": "test"}
