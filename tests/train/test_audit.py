@@ -1,9 +1,11 @@
-"""The numbers in the audit that are computed from the paper's tables."""
+"""The numbers in the audit and the README, computed from the paper's tables and from the committed runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from math import sqrt
+from functools import cache
+from math import ceil, log, sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -16,8 +18,12 @@ from flowformer.models.vision import DEIT_PRESETS, PRESETS, FlowformerDeiT, Flow
 from flowformer.train import recipes
 from flowformer.train.overrides import override
 from flowformer.train.paper import paper_average, paper_figure, paper_score
+from flowformer.train.results import collect
+from flowformer.train.summary import Filled, Line, fill
 
-AUDIT = (Path(__file__).parents[2] / "docs/audit.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+AUDIT = (ROOT / "docs/audit.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 TEST_CASES = {
     "lra": {"listops": 2000, "text": 25_000, "retrieval": 17_437, "image": 10_000, "pathfinder": 20_000},
     "uea": {
@@ -150,3 +156,127 @@ def test_misprints():
         assert str(paper_average(family, method)) in line
         assert abs(average(family, method) - paper_average(family, method)) > 0.15
     assert f"{average('d4rl', 'cosformer', 'deviation'):.1f}, not 7.6" in line
+
+
+@cache
+def measured(table: str, protocol: str = "", arithmetic: str | None = None) -> dict[str, Line]:
+    """The lines of a table of our runs, by the label of their method."""
+    every = fill(collect([ROOT / "results/reproduce.csv"]))
+    (found,) = (x for x in every if (x.table.name, x.protocol, x.arithmetic) == (table, protocol, arithmetic))
+    return {line.method.label: line for line in found.lines}
+
+
+def bound(cells: Iterable[Filled]) -> str:
+    """The largest distance from the paper's numbers, rounded up."""
+    return f"{ceil(10 * max(abs(each.difference) for each in cells) - 1e-9) / 10:.1f}"
+
+
+def average_of(method: str) -> Filled:
+    average = measured("uea")[method].average
+    assert average is not None
+    return average
+
+
+def test_results_in_the_readme():
+    def row(label: str, cells: list[Filled | None]) -> str:
+        texts = ["" if x is None else f" {x.score.mean:.1f} / {x.paper:.1f}" for x in cells]
+        return f"| {label} |{' |'.join(texts)} |"
+
+    methods = ("Flowformer", "Transformer", "Linear Trans.")
+    assert row("UEA time series, mean of 6", [average_of(each) for each in methods]) in README
+    for label, column in (("ListOps (regenerated data)", "ListOps"), ("Text", "Text")):
+        assert row(f"LRA {label}", [measured("lra")[each].cells.get(column) for each in methods]) in README
+    rocket = average_of("Rocket")
+    assert f"reaches {rocket.score.mean:.1f} on the same six sets (paper: {rocket.paper:.1f})" in README
+
+
+def test_measured_averages_of_the_archive():
+    flow, softmax, linear = map(average_of, ("Flowformer", "Transformer", "Linear Trans."))
+    rocket, dtw = map(average_of, ("Rocket", "DTW"))
+    line = evidence("UEA: best average of all methods | refuted")
+    assert f"Rocket reaches {rocket.score.mean:.1f} and 1-nearest-neighbour DTW {dtw.score.mean:.1f}" in line
+    assert f"flow reaches {flow.score.mean:.1f}" in line
+    assert f"reports {rocket.paper:.1f} and {dtw.paper:.1f} for Rocket and DTW" in line
+    for name, column in (("Rocket", "SpokenArabicDigits"), ("DTW", "Handwriting")):
+        each = measured("uea")[name].cells[column]
+        assert f"{name} {each.paper} on {column} (ours {each.score.mean:.1f})" in line
+    others = [each for name, each in measured("uea")["DTW"].cells.items() if name != "Handwriting"]
+    assert f"within {bound(others)} of the paper's" in line
+    assert f"reaches {linear.score.mean:.1f} and softmax {softmax.score.mean:.1f}" in line
+    assert f"(paper {linear.paper:.1f} and {softmax.paper:.1f})" in line
+    assert f"{flow.final.mean:.1f} instead of {flow.score.mean:.1f}" in evidence("UEA: test accuracy")
+
+
+def test_measured_lead_over_the_transformer():
+    flow, softmax = (measured("uea")[method].cells for method in ("Flowformer", "Transformer"))
+    leads = {name: flow[name].score.mean - softmax[name].score.mean for name in flow}
+    line = evidence("UEA: better than the Transformer")
+    assert f"{fmean(leads.values()):.1f} points better over six sets" in line
+    digits = leads.pop("SpokenArabicDigits")
+    assert f"{digits / 6:.1f} of these" in line
+    assert f"{fmean(leads.values()):.1f} better over the other five" in line
+
+
+def test_measured_recurrent_network():
+    line, cells = evidence("UEA: recurrent"), measured("uea")["LSTM"].cells
+    for each in cells.values():
+        assert f"{each.score.mean:.1f}" in line
+        assert f"{each.paper}" in line
+    better = sum(each.difference > 0 for each in cells.values())
+    assert f"{('no', 'one', 'two', 'three', 'four', 'five', 'six')[better]} of six" in line
+
+
+def test_measured_attentions_on_japanese_vowels():
+    line = evidence("UEA: the other efficient attentions")
+    named = {"YOSO-E": "YOSO", "Transformer": "softmax", "Linear Trans.": "linear attention", "Flowformer": "flow"}
+    lines = measured("uea") | measured("uea", "", "")  # flow, softmax and linear attention in float32
+    attentions = [*named, "Longformer", "cosFormer", "Performer", "Reformer", "SOFT"]
+    cells = {named.get(each, each): lines[each].cells["JapaneseVowels"] for each in attentions}
+    for name, each in cells.items():
+        assert f"{name} {each.score.mean:.1f} ({'paper ' if name == 'Longformer' else ''}{each.paper})" in line
+        assert len(each.runs) == 3
+    assert f"within {bound(cells.values())} of the paper" in line
+    means = [each.score.mean for each in cells.values()]
+    assert f"at most {('no', 'one', 'two', 'three')[round((max(means) - min(means)) * 3.7)]} of the 370" in line
+
+
+def test_measured_learning_rate_and_clamp():
+    slow = "optimiser.lr=0.0001 epochs=30"
+    flow, softmax = (measured("uea", slow)[name].cells["Handwriting"] for name in ("Flowformer", "Transformer"))
+    line = evidence("UEA: absolute accuracy")
+    assert f"flow reaches {flow.score.mean:.1f} (paper 33.8) and softmax {softmax.score.mean:.1f} (32.0)" in line
+    others = dict(measured("uea")["Flowformer"].cells)
+    assert round(-others.pop("Handwriting").difference) == 5
+    assert f"within {bound(others.values())} on the other sets" in line
+    clamped = measured("defaults-uea", slow)["clamp 1"].cells["Handwriting"].score.mean
+    line = evidence("Clamp of the released code")
+    assert f"{clamped:.1f} with a clamp of 1, {flow.score.mean:.1f} without" in line
+    assert f"is {sqrt(clamped * (100 - clamped) / 850):.1f} |" in line
+
+
+def test_measured_removals_on_the_archive():
+    line = evidence("Without competition or allocation accuracy falls")
+    for name, text in (("", "for flow"), (" w/o competition", "without competition"), (" w/o allocation", "without")):
+        cells = measured("uea")[f"Flowformer{name}"].cells
+        five = [each.score for column, each in cells.items() if column != "SpokenArabicDigits"]
+        assert f"{fmean(each.mean for each in five):.1f} {text}" in line
+
+
+def test_measured_arena():
+    scores = {name: measured("lra")[name].cells["ListOps"].score.mean for name in measured("lra")}
+    flow, softmax, linear = (f"{scores[name]:.1f}" for name in ("Flowformer", "Transformer", "Linear Trans."))
+    assert f"| {flow}, softmax {softmax}, linear attention {linear};" in evidence("LRA ListOps: 38.7")
+    assert f"| {linear} with the same recipe" in evidence("LRA ListOps: linear attention fails")
+    text = measured("lra")["Flowformer"].cells["Text"].score.mean
+    assert f"| {text:.1f} after the last update" in evidence("LRA Text: 64.3")
+
+
+def test_measured_perplexities():
+    flow, softmax, linear = (
+        measured("language-stand-ins", "epochs=6")[name].cells["Penn Treebank"].score.mean
+        for name in ("Flowformer", "Transformer", "Linear Trans.")
+    )
+    line = evidence("Language: lower perplexity")
+    assert f"{flow:.1f} with flow, {softmax:.1f} with softmax and {linear:.1f} with linear attention" in line
+    assert f"{100 * (log(flow) / log(softmax) - 1):.1f} % more bits per word than softmax" in line
+    assert f"linear attention {100 * (log(linear) / log(softmax) - 1):.1f} %" in line
