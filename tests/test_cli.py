@@ -231,6 +231,7 @@ class TestWords:
             output = flowformer(*command, "--data", tmp_path / "tpyo", fails=True)
             assert f"UEA JapaneseVowels is missing: there is no {tmp_path}/tpyo/uea" in output
         listed = json.loads(flowformer("data", "list", "--json", "--data", tmp_path / "tpyo"))["sets"]
+        assert f"{tmp_path}/tpyo, which does not exist" in flowformer("data", "list", "--data", tmp_path / "tpyo")
         assert not listed["uea/JapaneseVowels"]["there"]
 
     @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ class TestList:
         assert {line.split()[-1] for line in lines if "uea/" in line} == {job.name for job in jobs}
         assert any(line.split() == ["to", "do", "0", "98.9", "0.6", "uea/JapaneseVowels/flow"] for line in lines)
         assert "missing data: UEA Heartbeat: 16 cells" in lines
+        assert any("flowformer data list" in line for line in lines)
 
     def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
         find = importlib.util.find_spec
@@ -154,6 +155,12 @@ class TestList:
             assert states["uea/JapaneseVowels/rocket"] == "to do"
         finally:
             reproduce._missing_data.cache_clear()
+
+    def test_nothing_can_run(self, tmp_path):
+        cells = ["--cells", "uea/Heartbeat/*", "--data", tmp_path, "--out", tmp_path / "queue"]
+        shown = flowformer("reproduce", "uea", *cells, fails=True)
+        assert "missing data: UEA Heartbeat" in shown
+        assert "none of these cells can run. Where to get data: flowformer data list" in shown
 
     def test_tables_share_runs(self, tmp_path):
         together = reproduce.jobs("all", tmp_path, data_dir=tmp_path)

@@ -32,7 +32,8 @@ def data_list(data: DataDir = None, as_json: Json = False) -> None:
         }
         print(json.dumps({"folder": str(root), "sets": listed}))
         return
-    console.print(f"Looked for in {root}; flowformer data check NAME reads one.", soft_wrap=True)
+    there = "" if root.is_dir() else ", which does not exist"
+    console.print(f"Looked for in {root}{there}; flowformer data check NAME reads one.", soft_wrap=True)
     for name, source in sources.items():
         state = "there" if source is None else f"missing, {source.size}. {source.get}"
         # soft_wrap prints one line without breaks, so that a URL can be copied

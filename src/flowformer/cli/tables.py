@@ -91,6 +91,8 @@ def reproduce(
         say(f"{len(unfinished)} runs are left: {reason}. Run the same command to resume.")
     if running.failed:
         raise ValueError(f"{len(running.failed)} runs failed; run the same command to try them again.")
+    if all(job.blocked is not None and not job.is_done for job in jobs):
+        raise ValueError(f"none of these cells can run. {_HOW_TO_UNBLOCK}")
 
 
 def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
@@ -101,6 +103,11 @@ def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str,
     for caption, error in left_out.items():
         errors.print(f"A figure is left out, {caption}: {advice(error)}", soft_wrap=True, highlight=False)
     return figures
+
+
+_HOW_TO_UNBLOCK = (
+    "Where to get data: flowformer data list, with the same --data. Packages: pip install 'flowformer[all]'."
+)
 
 
 def _blocked(jobs: list[Job]) -> dict[str, list[str]]:
@@ -127,15 +134,17 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
         names = ("name", "seed", "minutes", "paper")
         print(json.dumps([{**{n: getattr(job, n) for n in names}, "state": job.state()} for job in jobs]))
         return
-    lines = [list(_COLUMNS), *([text(job) for text in _COLUMNS.values()] for job in jobs)]
+    lines = [list(_COLUMNS), *([column(job) for column in _COLUMNS.values()] for job in jobs)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
         console.print("  ".join(padded).rstrip(), soft_wrap=True, highlight=False)
     reasons = [f"{reason}: {len(cells)} cells" for reason, cells in _blocked(jobs).items()]
     failures = [f"{job.name}, seed {job.seed}, {job.state()}" for job in jobs if job.state().startswith("failed")]
-    for reason in (*reasons, *failures):
-        console.print(reason, soft_wrap=True, highlight=False)
+    if reasons:
+        reasons.append(_HOW_TO_UNBLOCK)
+    for text in (*reasons, *failures):
+        console.print(text, soft_wrap=True, highlight=False)
     left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
     console.print(f"About {left:.0f} minutes are left on an H200, or {left / 8:.0f} with eight runs at the same time.")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from .. import data
-from .._utils import check_positive, cores, write_atomically
+from .._utils import check_positive, cores, suggestion, write_atomically
 from . import checkpoints, claims, tables
 from .loop import Interrupted, stop_requests
 from .methods.config import METHODS
@@ -133,7 +133,10 @@ def jobs(
     known = [*dict.fromkeys(cell.name for cell in chosen), *(job.name for job in speed)]
     for pattern in cells:
         if not any(_matches(name, [pattern]) for name in known):
-            raise ValueError(f"no cell of {table} matches {pattern!r}; there are {', '.join(known)}.")
+            raise ValueError(
+                f"no cell of {table} matches {pattern!r}{suggestion(pattern, known)}; accepted: a name or a pattern, "
+                f"such as '*/flow'. flowformer reproduce {table} --list shows the {len(known)} names."
+            )
     prioritised = [
         (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir))
         for cell in chosen
