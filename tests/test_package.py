@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,38 @@ class TestReadme:
     @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(((?!http)[^)#]+)[)#]", README))))
     def test_link_leads_somewhere(self, path):
         assert (ROOT / path).exists()
+
+    def test_speeds_are_the_measured_ones(self):
+        """Numbers of the table, rounded in any way, agree with the rows of the benchmarks."""
+        h200, cpu = (speeds(f"results/attention-{machine}.csv") for machine in ("h200", "cpu"))
+        shapes = {"1,024": "B32 H8 N1024", "2,048": "B8 H16 N2048", "4,096": "B32 H8 N4096", "16,384": "B4 H16 N16384"}
+        contestants = ["flow triton", "sdpa"]
+        for tokens, gpu_shape in shapes.items():
+            (line,) = re.findall(rf"^\| {tokens} \| (.*) \|$", README, re.MULTILINE)
+            texts = [cell.strip(" *") for cell in line.split("|")]
+            times = [h200.get((k, c, f"{gpu_shape} d64")) for k in ("bidirectional", "causal") for c in contestants]
+            cpu_shape = f"B2 H8 N{tokens.replace(',', '')} d64"
+            times += [cpu.get(("bidirectional", contestant, cpu_shape)) for contestant in ("flow native", "sdpa")]
+            for text, measured in zip(texts, times, strict=True):
+                if text:
+                    printed = text.split(" / ")
+                    assert all(map(is_rounded, printed, measured[-len(printed) :])), (tokens, text, measured)
+
+
+def speeds(path):
+    """Milliseconds of the forward pass and of both passes, by direction, contestant and shape."""
+    with (ROOT / path).open(newline="") as file:
+        return {
+            (row["kind"], row["contestant"], row["shape"]): [float(row["forward_ms"]), float(row["both_ms"])]
+            for row in csv.DictReader(file)
+            if row["dtype"] in ("bfloat16", "float32") and row["both_ms"]
+        }
+
+
+def is_rounded(text, value):
+    """Whether a printed number is a value, rounded to its digits."""
+    printed = Decimal(text)
+    return abs(printed - Decimal(str(value))) <= Decimal(5).scaleb(printed.as_tuple().exponent - 1)
 
 
 class TestVersions:
