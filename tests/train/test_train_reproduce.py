@@ -250,6 +250,9 @@ def test_what_a_table_of_results_has_is_not_run_again(whole, tmp_path):
     assert (tmp_path / "queue" / "results.csv").read_text() == (tmp_path / "carried" / "results.csv").read_text()
     other = json.loads(flowformer(*queue, *carried, "steps=241", "--list", "--json"))
     assert [job["state"] for job in other] == ["to do"] * 2, "another experiment"
+    table = tmp_path / "carried" / "results.csv"
+    table.write_text(table.read_text().replace("-seed", "-renamed"))
+    assert {job["state"] for job in json.loads(flowformer(*queue, *carried, "--list", "--json"))} == {"done"}
 
 
 ENDLESS = [*TINY, "steps=1000000", "checkpoint_every=1000000"]

@@ -57,9 +57,9 @@ def reproduce(
     from ..train.loop import Interrupted
     from ..train.results import collect
 
-    folders = [row["folder"] for row in collect(known or ())]
+    finished = collect(known or ())
     jobs = queue.jobs(
-        table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data, finished=folders
+        table, out, cells=cells or (), seeds=seeds, overrides=overrides or (), data_dir=data, finished=finished
     )
     if show:
         _print_jobs(jobs, as_json)

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from . import checkpoints, claims, tables
 from .loop import Interrupted, stop_requests
 from .methods.config import METHODS
 from .record import RESULT
+from .results import Row, identity, planned_identity
 from .tables import Cell
 
 LOG = "worker.log"
@@ -109,7 +110,7 @@ def jobs(
     seeds: int | None = None,
     overrides: Sequence[str] = (),
     data_dir: Path | None = None,
-    finished: Iterable[str] = (),
+    finished: Iterable[Row] = (),
 ) -> list[Job]:
     """The runs of a table, in the order in which to start them: the first seed of every cell, then the second.
 
@@ -120,7 +121,7 @@ def jobs(
         seeds: number of seeds of each cell; None for the number that the table has.
         overrides: key=value each, applied to every recipe; results are labelled with them.
         data_dir: the folder of all data sets.
-        finished: folders of finished runs, on this or another machine, which do not run again.
+        finished: rows of finished runs, on this or another machine, which do not run again.
     """
     for assignment in overrides:
         if assignment.partition("=")[0] in ("seed", "attention", "model.attention"):
@@ -137,8 +138,9 @@ def jobs(
                 f"no cell of {table} matches {pattern!r}{suggestion(pattern, known)}; accepted: a name or a pattern, "
                 f"such as '*/flow'. flowformer reproduce {table} --list shows the {len(known)} names."
             )
+    finished_runs = {identity(row) for row in finished}
     prioritised = [
-        (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir))
+        (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir, finished_runs))
         for cell in chosen
         if _matches(cell.name, cells)
         for seed in range(seeds or cell.seeds)
@@ -146,10 +148,7 @@ def jobs(
     unique: dict[Path, Job] = {}
     for _, _, job in sorted(prioritised, key=lambda each: each[:2]):
         unique.setdefault(job.folder, job)  # a run of two tables is started with the first of them
-    # compare paths relative to the folder of a queue, since a run may be from a queue in another folder
-    names = {path.parts[-count:] for path in map(Path, finished) for count in range(1, len(path.parts) + 1)}
-    runs = [replace(job, is_known=job.folder.relative_to(out).parts in names) for job in unique.values()]
-    return [*runs, *(job for job in speed if _matches(job.name, cells))]
+    return [*unique.values(), *(job for job in speed if _matches(job.name, cells))]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -161,7 +160,14 @@ def _priority(cell: Cell) -> int:
     return tables.PRIORITY.index(name) if name in tables.PRIORITY else len(tables.PRIORITY)
 
 
-def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: Path | None) -> Job:
+def _job(
+    cell: Cell,
+    seed: int,
+    out: Path,
+    overrides: Sequence[str],
+    data_dir: Path | None,
+    finished_runs: Collection[tuple[str, ...]],
+) -> Job:
     recipe, method = cell.recipe, cell.method.name
     assignments = cell.assignments(overrides)
     config = cell.config(seed, overrides)
@@ -176,7 +182,9 @@ def _job(cell: Cell, seed: int, out: Path, overrides: Sequence[str], data_dir: P
     if data_dir is not None:
         arguments += ["--data", str(data_dir)]
     command = (*arguments, "--out", str(folder), "--json")
-    return Job(cell.name, seed, folder, command, folder / RESULT, cell.column.minutes, cell.paper(), blocked=blocked)
+    is_known = bool(finished_runs) and planned_identity(config) in finished_runs
+    minutes, paper = cell.column.minutes, cell.paper()
+    return Job(cell.name, seed, folder, command, folder / RESULT, minutes, paper, blocked=blocked, is_known=is_known)
 
 
 def _missing_package(*needing: str) -> str | None:

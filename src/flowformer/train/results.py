@@ -17,8 +17,8 @@ from .._utils import atomic_file, moved, read_json
 from ..models.counts import count
 from ..ops import FlowVariant
 from . import recipes
-from .config import TrainConfig, from_dict
-from .methods.config import method_of
+from .config import TrainConfig, from_dict, to_dict
+from .methods.config import MethodConfig, method_of
 from .overrides import KINDS, keys, override
 from .paper import paper_score, percent
 from .record import CONFIG, PROVENANCE, RESULT
@@ -107,6 +107,16 @@ def collect(sources: Iterable[Path]) -> list[Row]:
 def identity(row: Row) -> tuple[str, ...]:
     """What no two runs have in common; also of a row whose values are text."""
     return tuple(str(row.get(name, "")) for name in ("recipe", "attention", "overrides", "seed"))
+
+
+def planned_identity(config: TrainConfig | MethodConfig) -> tuple[str, ...]:
+    """The identity of the row of a run with this config."""
+    if isinstance(config, TrainConfig):
+        fields, attention = to_dict(config), config.model.attention
+    else:
+        fields, attention = config.to_dict(), config.method
+    row = {"recipe": config.recipe, "attention": attention, "seed": config.seed}
+    return identity({**row, "overrides": " ".join(differences(fields))})
 
 
 def is_page(source: Path) -> bool:
