@@ -116,10 +116,9 @@ def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, ve
     """
     environment = name.partition("-")[0]
     paths = list(d4rl_record(name).require(folder, version=version).values())
-    files = [read_d4rl(path) for path in paths]
-    episodes = [episode for _, part in files for episode in part]
+    episodes = [episode for path in paths for episode in read_d4rl(path)]
     if version == "v2":
-        counts = {"steps": sum(steps for steps, _ in files), "episodes": len(episodes)}
+        counts = {"steps": sum(len(episode.rewards) for episode in episodes), "episodes": len(episodes)}
         published = d4rl_record(name).sizes
         differs = store.notes(
             *(store.complete(paths[0], what, counts[what], published[what], partial=partial) for what in counts)
@@ -181,10 +180,8 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
     return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
 
 
-def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
-    """Read the number of steps of a D4RL file and its complete episodes.
-
-    Steps after the end of the last complete episode are counted, but belong to no episode.
+def read_d4rl(source: Any) -> list[Episode]:
+    """Read the complete episodes of a D4RL file; steps after the end of the last one are left out.
 
     Args:
         source: the path of the file, or the file opened with h5py.
@@ -206,7 +203,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
             f"{sorted(sizes)} steps and {len(ends)} ends."
         )
-    return len(rewards), [
+    return [
         Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
