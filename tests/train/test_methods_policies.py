@@ -185,7 +185,7 @@ class TestAWAC:
     @pytest.fixture
     def learner(self):
         learner = AWAC(Windows(episodes(lengths=(40, 20, 9)), 2), CPU, hidden_dim=16, batch_size=8, temperature=0.3)
-        torch.nn.init.normal_(learner.log_std, std=0.5)
+        torch.nn.init.normal_(learner.std_logits, std=0.5)
         for parameter in learner.critics.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
         return learner
@@ -194,9 +194,13 @@ class TestAWAC:
     def smaller_value(critics, states, actions):
         return torch.minimum(*(critic(torch.cat([states, actions], 1))[:, 0] for critic in critics))
 
+    @staticmethod
+    def deviation(learner):
+        return (6 * learner.std_logits.sigmoid() - 6).exp()
+
     def sampled(self, learner, states, seed):
         torch.manual_seed(seed)
-        return torch.normal(learner.model(states), learner.log_std.clamp(-6, 0).exp().expand(len(states), -1))
+        return torch.normal(learner.model(states), self.deviation(learner).expand(len(states), -1))
 
     @torch.no_grad()
     def test_weights(self, learner):
@@ -218,7 +222,7 @@ class TestAWAC:
         weights = learner.weights(batch)
         torch.manual_seed(3)
         found = learner.actor_loss(batch)
-        std = learner.log_std.clamp(-6, 0).exp()
+        std = self.deviation(learner)
         error = (batch.actions - learner.model(batch.states)) / std
         likelihood = (-0.5 * error**2 - std.log() - 0.5 * np.log(2 * np.pi)).sum(1)
         torch.testing.assert_close(found, -(weights * likelihood).mean())
@@ -246,6 +250,16 @@ class TestAWAC:
             learner.slow_critics.parameters(), before, learner.critics.parameters(), strict=True
         ):
             torch.testing.assert_close(slow, 0.995 * old + 0.005 * fast)
+
+    def test_the_deviation_of_the_actions_is_learnt(self):
+        actions = np.random.default_rng(0).normal(0.2, 0.3, (500, 1))
+        windows = Windows([Episode(np.zeros((1, 2)), a[None], np.zeros(1), True) for a in actions], 1)
+        learner = AWAC(windows, CPU, hidden_dim=16, batch_size=128, learning_rate=3e-2)
+        for _ in range(400):
+            learner.update()
+        learnt = learner.actor(windows.states[:1])
+        assert learnt.mean.item() == pytest.approx(actions.mean(), abs=0.05)
+        assert learnt.stddev.item() == pytest.approx(actions.std(), rel=0.15)
 
     def test_prefers_the_better_of_two_actions(self):
         options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1}

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ...data.offline_rl import Windows
 from .mlp import MLPConfig, MLPPolicy, descend, mlp
 
+_LOG_STD = -6.0, 0.0  # bounds of the logarithm of the actor's standard deviation, as in the authors' code
+
 
 class Transitions(NamedTuple):
     """Transitions between states, with actions and rewards."""
@@ -83,12 +85,12 @@ class AWAC:
         self.target_rate, self.max_weight = target_rate, max_weight
         state_dim, action_dim = self.data.states.shape[1], self.data.actions.shape[1]
         self.model = MLPPolicy(MLPConfig(state_dim, action_dim, hidden_dim, num_layers=4)).to(device)
-        self.log_std = nn.Parameter(torch.zeros(action_dim, device=device))
+        self.std_logits = nn.Parameter(torch.zeros(action_dim, device=device))
         self.critics = nn.ModuleList(
             nn.Sequential(mlp(state_dim + action_dim, hidden_dim, 2), nn.Linear(hidden_dim, 1)) for _ in range(2)
         ).to(device)
         self.slow_critics = deepcopy(self.critics).requires_grad_(False)
-        self.actor_optimizer = torch.optim.Adam([*self.model.parameters(), self.log_std], learning_rate)
+        self.actor_optimizer = torch.optim.Adam([*self.model.parameters(), self.std_logits], learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), learning_rate)
 
     def update(self) -> Tensor:
@@ -121,7 +123,10 @@ class AWAC:
         return ((recorded_q - sampled_q) / self.temperature).exp().clamp_max(self.max_weight)
 
     def actor(self, states: Tensor) -> torch.distributions.Normal:
-        return torch.distributions.Normal(self.model(states), self.log_std.clamp(-6, 0).exp())
+        low, high = _LOG_STD
+        # not clamp, whose gradient is zero at a bound and beyond: the deviation would never leave it
+        log_std = low + (high - low) * self.std_logits.sigmoid()
+        return torch.distributions.Normal(self.model(states), log_std.exp())
 
     @staticmethod
     def values(critics: nn.ModuleList, states: Tensor, actions: Tensor) -> Tensor:
