@@ -9,6 +9,7 @@ import torch
 
 from flowformer import data
 from flowformer.data.environments import ENVIRONMENTS
+from flowformer.data.offline_rl import Episode, Windows
 
 # steps of three episodes and of one that never ends
 LENGTHS, REST = (5, 1, 3), 2
@@ -123,6 +124,27 @@ class TestD4RL:
                 path.write_text("<html>not found</html>")
         with pytest.raises(data.DamagedDataError, match=r"hopper_medium_replay-v2\.hdf5 is damaged"):
             data.load("d4rl/hopper-medium-replay", folder, partial=True)
+
+    @pytest.mark.parametrize("key", ["observations", "actions", "rewards"])
+    def test_numbers_that_are_none_are_refused(self, folder, key):
+        """In the steps after the last episode they do no harm."""
+        content, path = arrays(), folder / "d4rl" / "hopper_medium_replay-v2.hdf5"
+        content[key][STEPS] = np.nan
+        write(path, content)
+        data.load("d4rl/hopper-medium-replay", folder, partial=True)
+        content[key][6] = np.inf
+        write(path, content)
+        part = {"observations": "states"}.get(key, key)
+        message = rf"d4rl/hopper-medium-replay is damaged: the {part} of episode 2 hold NaN or infinite numbers"
+        with pytest.raises(data.DamagedDataError, match=message):
+            data.load("d4rl/hopper-medium-replay", folder, partial=True)
+
+    def test_windows_need_steps(self):
+        with pytest.raises(ValueError, match="got no episodes"):
+            Windows([], 3)
+        empty = Episode(np.zeros((0, 2)), np.zeros((0, 1)), np.zeros(0), True)
+        with pytest.raises(ValueError, match="episode 0 has no steps"):
+            Windows([empty], 3)
 
     def test_a_file_that_is_not_whole_is_refused_or_labelled(self, folder, monkeypatch):
         name = "hopper-medium-replay"

@@ -60,6 +60,7 @@ class Windows(Dataset[Item]):
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
         check_positive(window=window)
+        _check_episodes(episodes)
         self.window = window
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         self.ends = lengths.cumsum(0).repeat_interleave(lengths)
@@ -103,6 +104,17 @@ class Windows(Dataset[Item]):
         return {key: padded(values) for key, values in self.steps.items()} | {
             "mask": torch.arange(self.window) < length
         }
+
+
+def _check_episodes(episodes: list[Episode]) -> None:
+    if not episodes:
+        raise ValueError("got no episodes; accepted: at least one.")
+    for number, episode in enumerate(episodes):
+        if not len(episode.rewards):
+            raise ValueError(f"episode {number} has no steps. Leave it out.")
+        for part in ("states", "actions", "rewards"):
+            if not np.isfinite(getattr(episode, part)).all():
+                raise ValueError(f"the {part} of episode {number} hold NaN or infinite numbers. Leave it out.")
 
 
 def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, version: str = "v2") -> Splits:
@@ -167,7 +179,11 @@ def _check_spaces(name: str, *spaces: Any) -> None:
 
 
 def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str) -> Splits:
-    train = Windows(episodes, window)
+    check_positive(window=window)
+    try:
+        train = Windows(episodes, window)
+    except ValueError as error:
+        raise store.DamagedDataError(f"{name} is damaged: {error}") from error
     info = DataInfo(
         name,
         checksum,
