@@ -205,27 +205,36 @@ class TestAWAC:
     @torch.no_grad()
     def test_weights(self, learner):
         batch = learner.data
-        own = self.sampled(learner, batch.states, 3)
-        torch.manual_seed(3)
-        found = learner.weights(batch)
+        sampled = self.sampled(learner, batch.states, 3)
+        found = learner.weights(batch, sampled)
         advantage = self.smaller_value(learner.critics, batch.states, batch.actions)
-        advantage = advantage - self.smaller_value(learner.critics, batch.states, own)
-        torch.testing.assert_close(found, torch.exp(advantage / 0.3).clamp(max=100))
+        advantage = advantage - self.smaller_value(learner.critics, batch.states, sampled)
+        expected = torch.exp(advantage / 0.3)
+        torch.testing.assert_close(found, expected / expected.mean())
         assert found.min() < 0.5
-        learner.max_weight = 1.5
-        assert learner.weights(batch).max() == 1.5
+        for critic in learner.critics:
+            critic[-1].weight *= 1e4  # whose exponential overflows
+        assert learner.weights(batch, sampled).mean() == pytest.approx(1)
 
     @torch.no_grad()
     def test_actor_loss(self, learner):
         batch = learner.data
-        torch.manual_seed(3)
-        weights = learner.weights(batch)
+        weights = learner.weights(batch, self.sampled(learner, batch.states, 3))
         torch.manual_seed(3)
         found = learner.actor_loss(batch)
         std = self.deviation(learner)
         error = (batch.actions - learner.model(batch.states)) / std
         likelihood = (-0.5 * error**2 - std.log() - 0.5 * np.log(2 * np.pi)).sum(1)
         torch.testing.assert_close(found, -(weights * likelihood).mean())
+
+    def test_settings_are_those_of_the_authors(self):
+        learner = AWAC(Windows(episodes(), 2), CPU)
+        assert (learner.temperature, learner.batch_size, learner.discount, learner.target_rate) == (2, 1024, 0.99, 5e-3)
+        (actor,), (critics,) = learner.actor_optimizer.param_groups, learner.critic_optimizer.param_groups
+        assert (actor["lr"], actor["weight_decay"], critics["lr"], critics["weight_decay"]) == (3e-4, 1e-4, 3e-4, 0)
+        assert [p.shape[0] for p in learner.model.parameters()][::2] == [256, 256, 256, 256, 3]
+        assert [p.shape[0] for p in learner.critics[0].parameters()][::2] == [256, 256, 1]
+        assert self.deviation(learner).tolist() == pytest.approx([np.exp(-3)] * 3)
 
     @torch.no_grad()
     def test_critic_loss(self, learner):

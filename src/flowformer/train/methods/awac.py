@@ -48,12 +48,14 @@ class Transitions(NamedTuple):
 
 
 class AWAC:
-    """Advantage-weighted actor-critic (Nair et al., 2020), offline.
+    """Advantage-weighted actor-critic (Nair et al., 2020), offline, with the settings of the authors' code for MuJoCo.
 
     Two critics learn Q by temporal differences, with the minimum of their target networks at an action sampled from the
     actor as the value of the next state. The actor, a Gaussian whose mean is a tanh, maximises the log-likelihood of
-    the recorded actions weighted by exp(advantage / temperature). The advantage is Q of the recorded action minus Q of
-    an action sampled from the actor. Evaluation uses the mean of the Gaussian.
+    the recorded actions weighted by exp(advantage / temperature), which is normalised over the batch. The advantage is
+    Q of the recorded action minus Q of an action sampled from the actor. Evaluation uses the mean of the Gaussian.
+
+    The authors do not standardise states, which we do for all methods.
 
     Args:
         windows: the recorded episodes.
@@ -61,10 +63,10 @@ class AWAC:
         hidden_dim: width of the four hidden layers of the actor and the two of each critic.
         batch_size: transitions in one update.
         learning_rate: learning rate of Adam.
+        weight_decay: weight of the actor's L2 penalty.
         temperature: temperature of the weights: a large one clones all actions, a small one only the best.
         discount: discount factor of rewards.
         target_rate: update rate of the target networks, moving averages of the critics.
-        max_weight: upper bound of the weights.
     """
 
     def __init__(
@@ -75,14 +77,14 @@ class AWAC:
         hidden_dim: int = 256,
         batch_size: int = 1024,
         learning_rate: float = 3e-4,
-        temperature: float = 1.0,
+        weight_decay: float = 1e-4,
+        temperature: float = 2.0,
         discount: float = 0.99,
         target_rate: float = 0.005,
-        max_weight: float = 100.0,
     ) -> None:
         self.data = Transitions(*(values.to(device) for values in Transitions.of(windows)))
         self.batch_size, self.temperature, self.discount = batch_size, temperature, discount
-        self.target_rate, self.max_weight = target_rate, max_weight
+        self.target_rate = target_rate
         state_dim, action_dim = self.data.states.shape[1], self.data.actions.shape[1]
         self.model = MLPPolicy(MLPConfig(state_dim, action_dim, hidden_dim, num_layers=4)).to(device)
         self.std_logits = nn.Parameter(torch.zeros(action_dim, device=device))
@@ -90,7 +92,9 @@ class AWAC:
             nn.Sequential(mlp(state_dim + action_dim, hidden_dim, 2), nn.Linear(hidden_dim, 1)) for _ in range(2)
         ).to(device)
         self.slow_critics = deepcopy(self.critics).requires_grad_(False)
-        self.actor_optimizer = torch.optim.Adam([*self.model.parameters(), self.std_logits], learning_rate)
+        self.actor_optimizer = torch.optim.Adam(
+            [*self.model.parameters(), self.std_logits], learning_rate, weight_decay=weight_decay
+        )
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), learning_rate)
 
     def update(self) -> Tensor:
@@ -112,15 +116,19 @@ class AWAC:
         return F.mse_loss(self.values(self.critics, batch.states, batch.actions), target.expand(2, -1))
 
     def actor_loss(self, batch: Transitions) -> Tensor:
-        likelihood = self.actor(batch.states).log_prob(batch.actions).sum(-1)
-        return -(self.weights(batch) * likelihood).mean()
+        policy = self.actor(batch.states)
+        likelihood = policy.log_prob(batch.actions).sum(-1)
+        return -(self.weights(batch, policy.sample()) * likelihood).mean()
 
     @torch.no_grad()
-    def weights(self, batch: Transitions) -> Tensor:
-        """The weights of the log-likelihood, (B,): exp(advantage / temperature), at most `max_weight`."""
-        sampled = self.actor(batch.states).sample()
+    def weights(self, batch: Transitions, sampled: Tensor) -> Tensor:
+        """The weights of the log-likelihood, (B,), of mean 1.
+
+        Args:
+            sampled: (B, A), actions that the actor chose.
+        """
         recorded_q, sampled_q = (self.values(self.critics, batch.states, a).amin(0) for a in (batch.actions, sampled))
-        return ((recorded_q - sampled_q) / self.temperature).exp().clamp_max(self.max_weight)
+        return ((recorded_q - sampled_q) / self.temperature).softmax(0) * len(recorded_q)
 
     def actor(self, states: Tensor) -> torch.distributions.Normal:
         low, high = _LOG_STD
