@@ -16,8 +16,8 @@ class BehaviourCloning:
     Args:
         windows: the recorded episodes.
         device: the device for training.
-        best: fraction of the episodes to learn from, those with the highest returns; 0.1 is called 10 % BC in the
-            literature.
+        best: fraction of the episodes to learn from, those with the highest returns. The "10 % BC" of the Decision
+            Transformer's paper takes a tenth of the steps: fewer episodes, where the best ones are the longest.
         hidden_dim: width of the two hidden layers.
         batch_size: steps of episodes in one update.
         learning_rate: learning rate of Adam.
