@@ -291,6 +291,21 @@ class TestPolicies:
         with pytest.raises(ValueError, match="steps must be a positive whole number, got 0"):
             policy("bc", bandit(), steps=0)
 
+    @pytest.mark.parametrize(
+        ("name", "option", "message"),
+        [
+            *((name, {"batch_size": 0}, "batch_size must be a positive whole number, got 0") for name in TINY),
+            *((name, {"hidden_dim": 0}, "hidden_dim must be a positive whole number") for name in ("bc", "awac")),
+            ("awac", {"discount": 1.5}, "discount must be from 0 to 1, got 1.5"),
+            ("awac", {"target_rate": -0.1}, "target_rate must be from 0 to 1"),
+            ("awac", {"temperature": 0.0}, "temperature must be more than 0, got 0.0"),
+        ],
+    )
+    def test_options_out_of_range_are_refused(self, name, option, message):
+        """Batches without steps, for example, would train nothing."""
+        with pytest.raises(ValueError, match=message):
+            policy(name, bandit(), steps=1, **TINY[name] | option)
+
     def test_the_decision_transformer_may_start_without_warmup(self):
         """The rate is then constant; with a warm-up it starts from 0."""
         for warmup, factors in ((0, [1, 1, 1, 1]), (2, [0, 0.5, 1, 1])):

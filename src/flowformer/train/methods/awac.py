@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._utils import check_between, check_positive
 from ...data.offline_rl import Windows
 from .mlp import MLPConfig, MLPPolicy, descend, mlp
 
@@ -82,6 +83,10 @@ class AWAC:
         discount: float = 0.99,
         target_rate: float = 0.005,
     ) -> None:
+        check_positive(hidden_dim=hidden_dim, batch_size=batch_size)
+        check_between(0, 1, discount=discount, target_rate=target_rate)
+        if not temperature > 0:
+            raise ValueError(f"temperature must be more than 0, got {temperature}.")
         self.data = Transitions(*(values.to(device) for values in Transitions.of(windows)))
         self.batch_size, self.temperature, self.discount = batch_size, temperature, discount
         self.target_rate = target_rate

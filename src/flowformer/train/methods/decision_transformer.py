@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._utils import check_positive
 from ...data.offline_rl import Windows
 from ...data.splits import collate
 from ...models.decision import DecisionConfig, FlowformerDecision
@@ -38,6 +39,7 @@ class DecisionTransformer:
         warmup: int = 10_000,
         **sizes: Any,
     ) -> None:
+        check_positive(batch_size=batch_size)
         self.windows, self.device, self.batch_size = windows, device, batch_size
         dims = windows.states.shape[1], windows.actions.shape[1]
         config = DecisionConfig(*dims, window=windows.window, attention="softmax", **sizes)
