@@ -306,6 +306,13 @@ class TestPolicies:
         with pytest.raises(ValueError, match=message):
             policy(name, bandit(), steps=1, **TINY[name] | option)
 
+    @pytest.mark.parametrize("name", TINY)
+    def test_a_policy_that_diverges_is_refused(self, name):
+        """It would be played, and its actions would be NaN."""
+        options = TINY[name] | {"learning_rate": 1e30} | ({"warmup": 0} if name == "dt" else {})
+        with pytest.raises(FloatingPointError, match=rf"{name} diverged: at update 4 .* a smaller learning_rate"):
+            policy(name, Windows(episodes(), 2), steps=4, **options)
+
     def test_the_decision_transformer_may_start_without_warmup(self):
         """The rate is then constant; with a warm-up it starts from 0."""
         for warmup, factors in ((0, [1, 1, 1, 1]), (2, [0, 0.5, 1, 1])):

@@ -116,14 +116,14 @@ class AWAC:
 
     def critic_loss(self, batch: Transitions) -> Tensor:
         with torch.no_grad():
-            future = self.values(self.slow_critics, batch.next_states, self.actor(batch.next_states).sample()).amin(0)
+            future = self.values(self.slow_critics, batch.next_states, self.actor(batch.next_states).rsample()).amin(0)
             target = batch.rewards + self.discount * batch.goes_on * future
         return F.mse_loss(self.values(self.critics, batch.states, batch.actions), target.expand(2, -1))
 
     def actor_loss(self, batch: Transitions) -> Tensor:
         policy = self.actor(batch.states)
         likelihood = policy.log_prob(batch.actions).sum(-1)
-        return -(self.weights(batch, policy.sample()) * likelihood).mean()
+        return -(self.weights(batch, policy.rsample()) * likelihood).mean()
 
     @torch.no_grad()
     def weights(self, batch: Transitions, sampled: Tensor) -> Tensor:
@@ -139,7 +139,8 @@ class AWAC:
         low, high = _LOG_STD
         # not clamp, whose gradient is zero at a bound and beyond: the deviation would never leave it
         log_std = low + (high - low) * self.std_logits.sigmoid()
-        return torch.distributions.Normal(self.model(states), log_std.exp())
+        # validation would synchronise the device; so would `sample`, instead of which `rsample` is called
+        return torch.distributions.Normal(self.model(states), log_std.exp(), validate_args=False)
 
     @staticmethod
     def values(critics: nn.ModuleList, states: Tensor, actions: Tensor) -> Tensor:
