@@ -9,6 +9,7 @@ import torch
 
 from flowformer import data
 from flowformer.data.environments import ENVIRONMENTS
+from flowformer.data.offline_rl import Episode, Windows
 
 # steps of three episodes and of one that never ends
 LENGTHS, REST = (5, 1, 3), 2
@@ -32,7 +33,7 @@ def arrays(timeouts=(1,)):
 
 
 def write(path, content):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         for key, value in content.items():
             file[key] = value
@@ -124,24 +125,60 @@ class TestD4RL:
         with pytest.raises(data.DamagedDataError, match=r"hopper_medium_replay-v2\.hdf5 is damaged"):
             data.load("d4rl/hopper-medium-replay", folder, partial=True)
 
+    @pytest.mark.parametrize("key", ["observations", "actions", "rewards"])
+    def test_numbers_that_are_none_are_refused(self, folder, key):
+        """In the steps after the last episode they do no harm."""
+        content, path = arrays(), folder / "d4rl" / "hopper_medium_replay-v2.hdf5"
+        content[key][STEPS] = np.nan
+        write(path, content)
+        data.load("d4rl/hopper-medium-replay", folder, partial=True)
+        content[key][6] = np.inf
+        write(path, content)
+        part = {"observations": "states"}.get(key, key)
+        message = rf"d4rl/hopper-medium-replay is damaged: the {part} of episode 2 hold NaN or infinite numbers"
+        with pytest.raises(data.DamagedDataError, match=message):
+            data.load("d4rl/hopper-medium-replay", folder, partial=True)
+
+    def test_windows_need_steps(self):
+        with pytest.raises(ValueError, match="got no episodes"):
+            Windows([], 3)
+        empty = Episode(np.zeros((0, 2)), np.zeros((0, 1)), np.zeros(0), True)
+        with pytest.raises(ValueError, match="episode 0 has no steps"):
+            Windows([empty], 3)
+
     def test_a_file_that_is_not_whole_is_refused_or_labelled(self, folder, monkeypatch):
         name = "hopper-medium-replay"
-        with pytest.raises(data.DamagedDataError, match=r"it has 11 steps, the published data has 402,000"):
+        with pytest.raises(data.DamagedDataError, match=r"it has 9 steps, the published data has 402,000"):
             data.load(f"d4rl/{name}", folder)
         assert data.load(f"d4rl/{name}", folder, partial=True).info.differs == (
-            "hopper_medium_replay-v2.hdf5: 11 steps instead of 402,000; hopper_medium_replay-v2.hdf5: 3 episodes "
+            "hopper_medium_replay-v2.hdf5: 9 steps instead of 402,000; hopper_medium_replay-v2.hdf5: 3 episodes "
             "instead of 2,041"
         )
-        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (11, 4))
+        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (9, 4))
         with pytest.raises(data.DamagedDataError, match=r"it has 3 episodes, the published data has 4"):
             data.load(f"d4rl/{name}", folder)
-        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (11, 3))
+        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-replay", (9, 3))
         assert data.load(f"d4rl/{name}", folder).info.differs == ""
 
+    def test_sizes_count_complete_episodes(self, tmp_path, monkeypatch):
+        """D4RL's medium-expert leaves out the steps after the last episode of medium; the two files have them."""
+        medium, expert = arrays(), arrays()
+        trimmed = {key: np.concatenate((medium[key][:STEPS], expert[key])) for key in medium}
+        write(tmp_path / "one" / "d4rl" / "hopper_medium_expert-v2.hdf5", trimmed)
+        write(tmp_path / "two" / "d4rl" / "hopper_medium-v2.hdf5", medium)
+        write(tmp_path / "two" / "d4rl" / "hopper_expert-v2.hdf5", expert)
+        monkeypatch.setitem(ENVIRONMENTS["hopper"].sizes, "medium-expert", (2 * STEPS, 2 * len(LENGTHS)))
+        one, two = (data.load("d4rl/hopper-medium-expert", tmp_path / folder) for folder in ("one", "two"))
+        assert one.info.differs == two.info.differs == ""
+        assert all(torch.equal(part, two.train.steps[key]) for key, part in one.train.steps.items())
+
     def test_a_size_for_every_set(self):
-        sets = [record for name, record in data.RECORDS.items() if name.startswith("d4rl/")]
+        """As counted by the released Decision Transformer, which leaves out what follows the last complete episode."""
+        sets = {name: record.sizes for name, record in data.RECORDS.items() if name.startswith("d4rl/")}
         assert len(sets) == 9
-        assert all(record.sizes["steps"] and record.sizes["episodes"] for record in sets)
+        assert sets["d4rl/hopper-medium-expert"] == {"steps": 1_999_400, "episodes": 3213}
+        assert sets["d4rl/walker2d-medium-expert"] == {"steps": 1_999_209, "episodes": 2190}
+        assert all(sizes["steps"] and sizes["episodes"] for sizes in sets.values())
 
     @pytest.mark.parametrize(
         ("name", "version", "environment"),

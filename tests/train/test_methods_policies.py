@@ -185,7 +185,7 @@ class TestAWAC:
     @pytest.fixture
     def learner(self):
         learner = AWAC(Windows(episodes(lengths=(40, 20, 9)), 2), CPU, hidden_dim=16, batch_size=8, temperature=0.3)
-        torch.nn.init.normal_(learner.log_std, std=0.5)
+        torch.nn.init.normal_(learner.std_logits, std=0.5)
         for parameter in learner.critics.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
         return learner
@@ -194,34 +194,47 @@ class TestAWAC:
     def smaller_value(critics, states, actions):
         return torch.minimum(*(critic(torch.cat([states, actions], 1))[:, 0] for critic in critics))
 
+    @staticmethod
+    def deviation(learner):
+        return (6 * learner.std_logits.sigmoid() - 6).exp()
+
     def sampled(self, learner, states, seed):
         torch.manual_seed(seed)
-        return torch.normal(learner.model(states), learner.log_std.clamp(-6, 0).exp().expand(len(states), -1))
+        return torch.normal(learner.model(states), self.deviation(learner).expand(len(states), -1))
 
     @torch.no_grad()
     def test_weights(self, learner):
         batch = learner.data
-        own = self.sampled(learner, batch.states, 3)
-        torch.manual_seed(3)
-        found = learner.weights(batch)
+        sampled = self.sampled(learner, batch.states, 3)
+        found = learner.weights(batch, sampled)
         advantage = self.smaller_value(learner.critics, batch.states, batch.actions)
-        advantage = advantage - self.smaller_value(learner.critics, batch.states, own)
-        torch.testing.assert_close(found, torch.exp(advantage / 0.3).clamp(max=100))
+        advantage = advantage - self.smaller_value(learner.critics, batch.states, sampled)
+        expected = torch.exp(advantage / 0.3)
+        torch.testing.assert_close(found, expected / expected.mean())
         assert found.min() < 0.5
-        learner.max_weight = 1.5
-        assert learner.weights(batch).max() == 1.5
+        for critic in learner.critics:
+            critic[-1].weight *= 1e4  # whose exponential overflows
+        assert learner.weights(batch, sampled).mean() == pytest.approx(1)
 
     @torch.no_grad()
     def test_actor_loss(self, learner):
         batch = learner.data
-        torch.manual_seed(3)
-        weights = learner.weights(batch)
+        weights = learner.weights(batch, self.sampled(learner, batch.states, 3))
         torch.manual_seed(3)
         found = learner.actor_loss(batch)
-        std = learner.log_std.clamp(-6, 0).exp()
+        std = self.deviation(learner)
         error = (batch.actions - learner.model(batch.states)) / std
         likelihood = (-0.5 * error**2 - std.log() - 0.5 * np.log(2 * np.pi)).sum(1)
         torch.testing.assert_close(found, -(weights * likelihood).mean())
+
+    def test_settings_are_those_of_the_authors(self):
+        learner = AWAC(Windows(episodes(), 2), CPU)
+        assert (learner.temperature, learner.batch_size, learner.discount, learner.target_rate) == (2, 1024, 0.99, 5e-3)
+        (actor,), (critics,) = learner.actor_optimizer.param_groups, learner.critic_optimizer.param_groups
+        assert (actor["lr"], actor["weight_decay"], critics["lr"], critics["weight_decay"]) == (3e-4, 1e-4, 3e-4, 0)
+        assert [p.shape[0] for p in learner.model.parameters()][::2] == [256, 256, 256, 256, 3]
+        assert [p.shape[0] for p in learner.critics[0].parameters()][::2] == [256, 256, 1]
+        assert self.deviation(learner).tolist() == pytest.approx([np.exp(-3)] * 3)
 
     @torch.no_grad()
     def test_critic_loss(self, learner):
@@ -247,6 +260,16 @@ class TestAWAC:
         ):
             torch.testing.assert_close(slow, 0.995 * old + 0.005 * fast)
 
+    def test_the_deviation_of_the_actions_is_learnt(self):
+        actions = np.random.default_rng(0).normal(0.2, 0.3, (500, 1))
+        windows = Windows([Episode(np.zeros((1, 2)), a[None], np.zeros(1), True) for a in actions], 1)
+        learner = AWAC(windows, CPU, hidden_dim=16, batch_size=128, learning_rate=3e-2)
+        for _ in range(400):
+            learner.update()
+        learnt = learner.actor(windows.states[:1])
+        assert learnt.mean.item() == pytest.approx(actions.mean(), abs=0.05)
+        assert learnt.stddev.item() == pytest.approx(actions.std(), rel=0.15)
+
     def test_prefers_the_better_of_two_actions(self):
         options = {"hidden_dim": 16, "batch_size": 64, "learning_rate": 1e-2, "temperature": 0.1}
         learnt = policy("awac", bandit(), steps=300, device="cpu", **options)
@@ -267,6 +290,28 @@ class TestPolicies:
             policy("awc", bandit())
         with pytest.raises(ValueError, match="steps must be a positive whole number, got 0"):
             policy("bc", bandit(), steps=0)
+
+    @pytest.mark.parametrize(
+        ("name", "option", "message"),
+        [
+            *((name, {"batch_size": 0}, "batch_size must be a positive whole number, got 0") for name in TINY),
+            *((name, {"hidden_dim": 0}, "hidden_dim must be a positive whole number") for name in ("bc", "awac")),
+            ("awac", {"discount": 1.5}, "discount must be from 0 to 1, got 1.5"),
+            ("awac", {"target_rate": -0.1}, "target_rate must be from 0 to 1"),
+            ("awac", {"temperature": 0.0}, "temperature must be more than 0, got 0.0"),
+        ],
+    )
+    def test_options_out_of_range_are_refused(self, name, option, message):
+        """Batches without steps, for example, would train nothing."""
+        with pytest.raises(ValueError, match=message):
+            policy(name, bandit(), steps=1, **TINY[name] | option)
+
+    @pytest.mark.parametrize("name", TINY)
+    def test_a_policy_that_diverges_is_refused(self, name):
+        """It would be played, and its actions would be NaN."""
+        options = TINY[name] | {"learning_rate": 1e30} | ({"warmup": 0} if name == "dt" else {})
+        with pytest.raises(FloatingPointError, match=rf"{name} diverged: at update 4 .* a smaller learning_rate"):
+            policy(name, Windows(episodes(), 2), steps=4, **options)
 
     def test_the_decision_transformer_may_start_without_warmup(self):
         """The rate is then constant; with a warm-up it starts from 0."""

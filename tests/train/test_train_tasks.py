@@ -115,3 +115,9 @@ def test_a_missing_simulator_is_said_before_the_updates(monkeypatch):
     cases, _, _ = random_cases("decision")
     with pytest.raises(ImportError, match=r"Hopper-v4 cannot be played: MuJoCo .* pip install 'flowformer\[rl\]'"):
         tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment="Hopper-v4")))
+
+
+def test_an_environment_without_target_returns_is_refused_before_the_updates():
+    cases, _, _ = random_cases("decision")
+    with pytest.raises(ValueError, match=r"no target and reference returns for 'Ant-v5'"):
+        tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment="Ant-v5")))

@@ -16,8 +16,8 @@ class Environment:
         id: gymnasium's id without the version, such as "Hopper".
         target_return: the larger of the paper's two target returns; the smaller one is half of it.
         random_return, expert_return: D4RL's reference returns, normalised to scores 0 and 100.
-        sizes: (steps, episodes) of each of D4RL's v2 files, by quality. Steps after the last complete episode are
-            counted as steps only.
+        sizes: (steps, episodes) of each of D4RL's v2 files, by quality. Steps after the last complete episode are not
+            counted: "medium" and "expert" have some, of which "medium-expert" repeats only those of "expert".
     """
 
     id: str
@@ -40,14 +40,14 @@ ENVIRONMENTS = {
         3600.0,
         -20.272305,
         3234.3,
-        {"medium": (1_000_000, 2186), "medium-replay": (402_000, 2041), "medium-expert": (2_000_000, 3213)},
+        {"medium": (999_906, 2186), "medium-replay": (402_000, 2041), "medium-expert": (1_999_400, 3213)},
     ),
     "walker2d": Environment(
         "Walker2d",
         5000.0,
         1.629008,
         4592.3,
-        {"medium": (1_000_000, 1190), "medium-replay": (302_000, 1093), "medium-expert": (2_000_000, 2190)},
+        {"medium": (999_995, 1190), "medium-replay": (302_000, 1093), "medium-expert": (1_999_209, 2190)},
     ),
 }
 

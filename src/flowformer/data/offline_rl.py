@@ -60,6 +60,7 @@ class Windows(Dataset[Item]):
 
     def __init__(self, episodes: list[Episode], window: int) -> None:
         check_positive(window=window)
+        _check_episodes(episodes)
         self.window = window
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         self.ends = lengths.cumsum(0).repeat_interleave(lengths)
@@ -105,6 +106,17 @@ class Windows(Dataset[Item]):
         }
 
 
+def _check_episodes(episodes: list[Episode]) -> None:
+    if not episodes:
+        raise ValueError("got no episodes; accepted: at least one.")
+    for number, episode in enumerate(episodes):
+        if not len(episode.rewards):
+            raise ValueError(f"episode {number} has no steps. Leave it out.")
+        for part in ("states", "actions", "rewards"):
+            if not np.isfinite(getattr(episode, part)).all():
+                raise ValueError(f"the {part} of episode {number} hold NaN or infinite numbers. Leave it out.")
+
+
 def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, version: str = "v2") -> Splits:
     """Read a D4RL data set such as "hopper-medium-replay" from folder/d4rl/hopper_medium_replay-v2.hdf5.
 
@@ -116,10 +128,9 @@ def d4rl(name: str, folder: Path, *, partial: bool = False, window: int = 20, ve
     """
     environment = name.partition("-")[0]
     paths = list(d4rl_record(name).require(folder, version=version).values())
-    files = [read_d4rl(path) for path in paths]
-    episodes = [episode for _, part in files for episode in part]
+    episodes = [episode for path in paths for episode in read_d4rl(path)]
     if version == "v2":
-        counts = {"steps": sum(steps for steps, _ in files), "episodes": len(episodes)}
+        counts = {"steps": sum(len(episode.rewards) for episode in episodes), "episodes": len(episodes)}
         published = d4rl_record(name).sizes
         differs = store.notes(
             *(store.complete(paths[0], what, counts[what], published[what], partial=partial) for what in counts)
@@ -168,7 +179,11 @@ def _check_spaces(name: str, *spaces: Any) -> None:
 
 
 def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, window: int, environment: str) -> Splits:
-    train = Windows(episodes, window)
+    check_positive(window=window)
+    try:
+        train = Windows(episodes, window)
+    except ValueError as error:
+        raise store.DamagedDataError(f"{name} is damaged: {error}") from error
     info = DataInfo(
         name,
         checksum,
@@ -181,10 +196,8 @@ def _splits(name: str, episodes: list[Episode], checksum: str, differs: str, win
     return Splits(train, None, Columns(mask=torch.empty(0, window, dtype=torch.bool)), info)
 
 
-def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
-    """Read the number of steps of a D4RL file and its complete episodes.
-
-    Steps after the end of the last complete episode are counted, but belong to no episode.
+def read_d4rl(source: Any) -> list[Episode]:
+    """Read the complete episodes of a D4RL file; steps after the end of the last one are left out.
 
     Args:
         source: the path of the file, or the file opened with h5py.
@@ -206,7 +219,7 @@ def read_d4rl(source: Any) -> tuple[int, list[Episode]]:
             f"{path} is damaged: {', '.join(keys)} must have as many steps each and an episode must end, got "
             f"{sorted(sizes)} steps and {len(ends)} ends."
         )
-    return len(rewards), [
+    return [
         Episode(states[start:end], actions[start:end], rewards[start:end], terminals[end - 1])
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]

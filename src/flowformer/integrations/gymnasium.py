@@ -285,9 +285,9 @@ def _load_episodes(episodes: Any) -> list[Episode]:
                 f"there is no file {path}; accepted: a file of D4RL such as hopper_medium-v2.hdf5. For a dataset of "
                 "minari, pass minari.load_dataset(id)."
             )
-        return read_d4rl(path)[1]
+        return read_d4rl(path)
     if hasattr(episodes, "filename"):  # an open h5py file; isinstance would need h5py, which is optional
-        return read_d4rl(episodes)[1]
+        return read_d4rl(episodes)
     recorded = []
     for episode in episodes:
         if not hasattr(episode, "observations"):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._utils import check_positive
 from ...data.offline_rl import Windows
 from .mlp import MLPConfig, MLPPolicy, descend
 
@@ -16,8 +17,8 @@ class BehaviourCloning:
     Args:
         windows: the recorded episodes.
         device: the device for training.
-        best: fraction of the episodes to learn from, those with the highest returns; 0.1 is called 10 % BC in the
-            literature.
+        best: fraction of the episodes to learn from, those with the highest returns. The "10 % BC" of the Decision
+            Transformer's paper takes a tenth of the steps: fewer episodes, where the best ones are the longest.
         hidden_dim: width of the two hidden layers.
         batch_size: steps of episodes in one update.
         learning_rate: learning rate of Adam.
@@ -33,6 +34,7 @@ class BehaviourCloning:
         batch_size: int = 256,
         learning_rate: float = 3e-4,
     ) -> None:
+        check_positive(hidden_dim=hidden_dim, batch_size=batch_size)
         if not 0 < best <= 1:
             raise ValueError(f"best must be a share of the episodes, above 0 and up to 1, got {best!r}.")
         steps = windows.steps_of_best(best)

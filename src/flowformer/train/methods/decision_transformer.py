@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._utils import check_positive
 from ...data.offline_rl import Windows
-from ...data.splits import collate
 from ...models.decision import DecisionConfig, FlowformerDecision
 from ..optim import Schedule
+from ..resident import DeviceWindows
 from .mlp import descend
 
 
@@ -38,7 +39,8 @@ class DecisionTransformer:
         warmup: int = 10_000,
         **sizes: Any,
     ) -> None:
-        self.windows, self.device, self.batch_size = windows, device, batch_size
+        check_positive(batch_size=batch_size)
+        self.windows, self.count, self.batch_size = DeviceWindows(windows, device), len(windows), batch_size
         dims = windows.states.shape[1], windows.actions.shape[1]
         config = DecisionConfig(*dims, window=windows.window, attention="softmax", **sizes)
         self.model = FlowformerDecision(config).to(device)
@@ -47,8 +49,7 @@ class DecisionTransformer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(1.0, step, steps=0))
 
     def update(self) -> Tensor:
-        rows = torch.randint(len(self.windows), (self.batch_size,)).tolist()
-        batch = {key: value.to(self.device) for key, value in collate([self.windows[i] for i in rows]).items()}
+        batch = self.windows.take(torch.randint(self.count, (self.batch_size,)), None)
         returns_to_go = batch.pop("returns_to_go")[..., 0]
         loss = self.model.loss(returns_to_go, **batch)
         descend(self.optimizer, loss, max_norm=0.25)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._utils import check_choice, check_options, check_positive
 from ...data.offline_rl import Windows
@@ -19,6 +19,8 @@ from ...models.decision import FlowformerDecision
 from .awac import AWAC
 from .behaviour_cloning import BehaviourCloning
 from .decision_transformer import DecisionTransformer
+
+_CHECK_EVERY = 1000  # updates between two checks of the parameters, which synchronise the device
 
 
 class Learner(Protocol):
@@ -79,7 +81,10 @@ def policy(
         torch.manual_seed(seed)
         learner = LEARNERS[name](windows, where, **options)
         for step in range(1, steps + 1):
-            report(step, learner.update())
+            loss = learner.update()
+            if step % _CHECK_EVERY == 0 or step == steps:
+                _check_parameters(name, learner.model, step)
+            report(step, loss)
     return DecisionPolicy(
         # all models have the methods that DecisionPolicy calls
         cast(FlowformerDecision, learner.model.eval()),
@@ -88,3 +93,10 @@ def policy(
         state_std=windows.state_std.numpy(),
         window=windows.window,
     )
+
+
+def _check_parameters(name: str, model: nn.Module, step: int) -> None:
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise FloatingPointError(
+            f"{name} diverged: at update {step} parameters are not finite. Pass a smaller learning_rate."
+        )
