@@ -26,10 +26,16 @@ class DeviceColumn:
     """The values of one key for all examples, on the device: rows of a tensor, or concatenated sequences.
 
     The bounds of the sequences stay on the host, which needs them for the shape of a batch.
+
+    Args:
+        is_padded: whether examples may differ in length, and are padded.
     """
 
-    def __init__(self, column: Any, device: torch.device) -> None:
+    def __init__(self, column: Any, is_padded: bool, device: torch.device) -> None:
+        self.is_padded = is_padded
         self.rows: Tensor | None = None
+        if not is_padded and not isinstance(column, Tensor):
+            column = torch.stack(list(column))
         if isinstance(column, Tensor):
             self.rows = column.to(device)
             return
@@ -51,7 +57,8 @@ class DeviceColumn:
             length: minimum length to pad to.
         """
         if self.rows is not None:
-            return self.rows[_to_device(chosen, self.rows.device)], None
+            values = self.rows[_to_device(chosen, self.rows.device)]
+            return _lengthened(values, length) if self.is_padded and length else (values, None)
         device, lengths = self.flat.device, self.lengths[chosen]
         longest = max(int(lengths.max()), length or 0)
         starts, counts = _to_device(torch.stack((self.starts[chosen], lengths)), device)  # stacked for a single copy
@@ -69,7 +76,7 @@ class DeviceColumns:
     """The columns of a dataset, on the device."""
 
     def __init__(self, dataset: Columns, device: torch.device) -> None:
-        self.columns = {key: DeviceColumn(column, device) for key, column in dataset.columns.items()}
+        self.columns = {key: DeviceColumn(column, key in MASKS, device) for key, column in dataset.columns.items()}
 
     def take(self, chosen: Tensor, length: int | None) -> Batch:
         """The batch of the chosen examples, with the arguments of `DeviceColumn.take`."""
@@ -97,6 +104,15 @@ class DeviceWindows:
         mask = indices < self.ends[first]  # (B, T)
         indices = torch.where(mask, indices, 0)
         return {key: zero_padding(steps[indices], mask) for key, steps in self.steps.items()} | {"mask": mask}
+
+
+def _lengthened(values: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Pad values (B, N, ...) with zeros to a length; also return the mask, None if they are not shorter."""
+    count = values.shape[1]
+    if count >= length:
+        return values, None
+    padded = torch.cat((values, values.new_zeros(len(values), length - count, *values.shape[2:])), 1)
+    return padded, (torch.arange(length, device=values.device) < count).repeat(len(values), 1)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
