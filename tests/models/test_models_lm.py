@@ -291,6 +291,8 @@ def test_loss_in_pieces_is_the_loss(monkeypatch):
     tokens = random_tokens(2, 9)
     whole = model.loss(tokens)
     monkeypatch.setattr(lm, "LOGITS_AT_ONCE", 4 * SMALL.vocab_size)
+    # a CUDA graph cannot capture what reads the random state
+    monkeypatch.setattr(torch, "get_rng_state", None)
     pieces = model.loss(tokens)
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(gradients(pieces, model), gradients(whole, model))

@@ -36,6 +36,9 @@ DATASETS = {
     "one length": Columns(tokens=FlatSequences(FLAT, EARLY_STARTS, EARLY_STARTS + 20), label=torch.arange(6)),
     "images": Columns(image=torch.randn(6, 3, 8, 8), label=torch.arange(6)),
     "windows": Windows(EPISODES, 3),
+    "rows of a tensor": Columns(series=torch.randn(6, 30, 2), label=torch.arange(6)),
+    "one tensor per case": Columns(tokens=list(torch.arange(60).view(6, 10)), label=list(torch.arange(6))),
+    "cases of one size": Columns(image=list(torch.randn(6, 3, 4, 4)), extra=ROWS.take(torch.tensor([2] * 6))),
     **{task: random_cases(task)[0] for task in ("tokens", "language", "decision")},
 }
 
@@ -125,7 +128,7 @@ def test_a_layout_is_captured_once_it_has_come_often(monkeypatch):
             done.append(("computed", batch["x"].tolist()))
 
     @contextmanager
-    def graph(made, pool):
+    def graph(made, pool, capture_error_mode):
         capturing.append(made)
         yield
         capturing.pop()

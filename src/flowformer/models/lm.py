@@ -259,9 +259,9 @@ class FlowformerLM(FlowModel):
             total = self._negative_log_likelihood(x, targets)
         else:
             pieces = zip(x.split(size), targets.split(size), strict=True)
-            total = torch.stack(
-                [checkpoint(self._negative_log_likelihood, *piece, use_reentrant=False) for piece in pieces]
-            ).sum()
+            # the head draws no random numbers, and a CUDA graph cannot capture reading the random state
+            score = partial(checkpoint, self._negative_log_likelihood, use_reentrant=False, preserve_rng_state=False)
+            total = torch.stack([score(*piece) for piece in pieces]).sum()
         scored = (targets != IGNORED).sum()
         if self.group is not None:
             from ..ops.context.exchange import sum_over_ranks

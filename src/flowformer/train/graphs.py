@@ -66,7 +66,8 @@ class GraphedUpdates:
         graph, static_batch = torch.cuda.CUDAGraph(), {name: _placeholder(x) for name, x in batch.items()}
         self.zero_grad()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # "thread_local": the thread of a DataLoader that pins memory would end a capture in the default mode
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self.update(static_batch)
         self.zero_grad()  # the graph owns the memory of the gradients
         return Captured(graph, static_batch)
