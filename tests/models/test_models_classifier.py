@@ -517,3 +517,29 @@ def test_what_cannot_be_packed_is_padded():
     model.layers[0].attention.register_forward_hook(lambda module, args, result: shapes.append(result.shape))
     model(_padded_batch("right"))
     assert shapes == [(4, 13, 16)]
+
+
+def test_a_batch_is_padded_if_the_mechanism_of_a_rival_has_a_hook():
+    """Packed attention does not call it."""
+    model = FlowformerClassifier(ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24, attention="softmax"))
+    queries = []
+    model.layers[0].attention.mechanism.register_forward_pre_hook(lambda module, args: queries.append(args[0]))
+    with patch.object(model, "_encode_packed") as packed:
+        model(_padded_batch("right"))
+    assert not packed.called
+    assert [query.shape for query in queries] == [(4, 4, 14, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("attention", ["flow", "linear"])
+def test_a_batch_is_padded_while_a_graph_is_captured(attention):
+    config = ClassifierConfig(vocab_size=20, embed_dim=16, mlp_dim=24, attention=attention)
+    model, tokens = FlowformerClassifier(config).eval().cuda(), _padded_batch("right").cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        expected = model(tokens)
+        with torch.cuda.graph(graph):
+            scores = model(tokens)
+    graph.replay()
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -493,6 +495,36 @@ def test_softmax_within_packed_sequences_on_a_gpu(is_causal, head_dim):
         result = attention(x, cu_seqlens=bounds, max_seqlen=400)
     assert not unpack.called
     assert (result - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_softmax_pads_packed_sequences_if_flash_attention_is_off():
+    attention = RivalAttention(64, 4, name="softmax", dtype=torch.bfloat16, device="cuda")
+    x, bounds = torch.randn(1, 800, 64, device="cuda").bfloat16(), torch.tensor([0, 300, 301, 700], device="cuda")
+    expected = attention(x, cu_seqlens=bounds, max_seqlen=400)
+    with sdpa_kernel(SDPBackend.MATH), patch.object(SoftmaxAttention, "attend_packed") as packed:
+        result = attention(x, cu_seqlens=bounds, max_seqlen=400)
+    assert not packed.called
+    assert (result - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize(("capability", "is_on"), [((7, 5), True), ((8, 0), False), ((9, 0), True)])
+def test_softmax_attends_within_packed_sequences_where_flash_attention_runs(monkeypatch, capability, is_on):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: is_on)
+    heads = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.float16, shape=(1, 4, 9, 64))
+    assert SoftmaxAttention().attends_packed(heads, heads, [4, 5]) == (capability >= (8, 0) and is_on)
+
+
+def test_lengths_are_read_for_each_call_on_a_cpu():
+    """Where bounds may share memory with a NumPy array."""
+    attention, x = RivalAttention(16, 4, name="linear"), torch.randn(1, 9, 16)
+    bounds = np.array([0, 3, 9])
+    shared = torch.from_numpy(bounds)
+    attention(x, cu_seqlens=shared)
+    bounds[1] = 5
+    torch.testing.assert_close(attention(x, cu_seqlens=shared)[:, :5], attention(x[:, :5]))
 
 
 @pytest.mark.parametrize("name", ["flow", "linear"])

@@ -49,8 +49,8 @@ class SoftmaxAttention(Mechanism):
     def attends_packed(self, query: Tensor, value: Tensor, lengths: list[int]) -> bool:
         # what flash attention reads; other kernels need a padded batch, and its mask of N × N entries
         width = query.shape[-1]
-        fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
-        return fits and value.shape[-1] == width and min(lengths, default=0) > 0
+        fits = query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+        return fits and value.shape[-1] == width and min(lengths, default=0) > 0 and _has_flash(query)
 
     def attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, lengths: list[int], *, is_causal: bool
@@ -68,3 +68,9 @@ class SoftmaxAttention(Mechanism):
             )
         packed: Tensor = result.transpose(1, 2).values()
         return packed
+
+
+def _has_flash(x: Tensor) -> bool:
+    """Whether the device of x has flash attention, and the user has not turned it off."""
+    has = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return has and torch.backends.cuda.flash_sdp_enabled()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.bounds import check_bounds
+from ..ops.bounds import read_bounds, starts_and_lengths
 
 WORTH_PACKING = 0.9  # packing saves time if tokens, as opposed to padding, are less than this share of the batch
 
@@ -28,9 +28,10 @@ class Packing(NamedTuple):
     @classmethod
     def from_mask(cls, mask: Tensor) -> Self | None:
         """The packing of a batch with mask (B, N); None if packing saves no time or the lengths cannot be read."""
-        # reading the lengths fails in traced code, under torch.func and for tensors without data
+        # reading the lengths fails in traced or captured code, under torch.func and for tensors without data
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
-        if traced or mask.is_meta or type(mask) is not Tensor:
+        captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+        if traced or captured or mask.is_meta or type(mask) is not Tensor:
             return None
         device_lengths = mask.sum(1)
         lengths = device_lengths.tolist()
@@ -38,8 +39,7 @@ class Packing(NamedTuple):
             return None
         # rounded up on a GPU, so that the kernels see few distinct shapes
         size, longest = (_round_up(x) if mask.is_cuda else x for x in (sum(lengths), mask.shape[1]))
-        tokens = torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]
-        return cls(tokens, F.pad(device_lengths.cumsum(0), (1, 0)), lengths, longest)
+        return cls(_indices(mask, size), F.pad(device_lengths.cumsum(0), (1, 0)), lengths, longest)
 
     @classmethod
     def from_bounds(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
@@ -50,10 +50,10 @@ class Packing(NamedTuple):
             tokens: T, which may be more than cu_seqlens[-1].
             longest: N, length of the padded batch.
         """
-        check_bounds(tokens, tokens, (cu_seqlens, cu_seqlens, longest, longest), is_causal=False)
-        lengths = cu_seqlens.diff()
-        mask = torch.arange(longest, device=cu_seqlens.device) < lengths[:, None]
-        return cls(mask.flatten().nonzero()[:, 0], cu_seqlens, lengths.tolist(), longest)
+        read = read_bounds if cu_seqlens.is_cuda else starts_and_lengths
+        (_, lengths), _ = read(tokens, tokens, (cu_seqlens, cu_seqlens, longest, longest), is_causal=False)
+        mask = torch.arange(longest, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
+        return cls(_indices(mask, sum(lengths)), cu_seqlens, lengths, longest)
 
     def pack(self, x: Tensor) -> Tensor:
         """Pack a padded batch: (B, N, ...) -> (1, T, ...)."""
@@ -64,6 +64,11 @@ class Packing(NamedTuple):
         count, batch = sum(self.lengths), len(self.lengths)
         padded = x.new_zeros(batch * length, *x.shape[2:]).index_copy(0, self.tokens[:count], x[0, :count])
         return padded.view(batch, length, *x.shape[2:])
+
+
+def _indices(mask: Tensor, size: int) -> Tensor:
+    """The indices of True in the flattened mask, filled up with 0 to a given size: (size,)."""
+    return torch.nonzero_static(mask.flatten(), size=size, fill_value=0)[:, 0]  # unlike nonzero, without waiting
 
 
 def _round_up(count: int) -> int:

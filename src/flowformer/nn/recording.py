@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..ops import FlowMaps
-from .attention import FlowAttention, ProjectedAttention
+from .attention import FlowAttention, ProjectedAttention, RivalAttention
 
 
 @contextmanager
@@ -45,5 +45,7 @@ def is_recording(model: nn.Module) -> bool:
 
 def is_observed(model: nn.Module) -> bool:
     """Whether an attention of the model records maps or has a forward hook; both expect a padded batch."""
-    attentions = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
-    return is_recording(model) or any(each._forward_pre_hooks or each._forward_hooks for each in attentions)
+    attentions: list[nn.Module] = [module for module in model.modules() if isinstance(module, ProjectedAttention)]
+    mechanisms = [module.mechanism for module in attentions if isinstance(module, RivalAttention)]
+    observable = attentions + mechanisms
+    return is_recording(model) or any(each._forward_pre_hooks or each._forward_hooks for each in observable)

@@ -71,18 +71,22 @@ def starts_and_lengths(sinks: int, sources: int, lengths: Lengths, is_causal: bo
     return of_sinks, of_sources
 
 
-# by cu_seqlens_q: the cu_seqlens_k that it was checked with, and the rest of the arguments
-_checked: MutableMapping[Tensor, tuple[TensorWeakRef, tuple[object, ...]]] = WeakTensorKeyDictionary()
+# by cu_seqlens_q: the cu_seqlens_k that it was read with, the rest of the arguments, and the result
+_read: MutableMapping[Tensor, tuple[TensorWeakRef, tuple[object, ...], tuple[Spans, Spans]]] = WeakTensorKeyDictionary()
 
 
 def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> None:
-    """Raise on invalid bounds. For kernels, which read the bounds on the device only.
+    """Raise on invalid bounds, except while a CUDA graph is captured. For kernels, which read them on the device."""
+    if not (lengths[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        read_bounds(sinks, sources, lengths, is_causal)
 
-    Reading them on the host synchronises, so tensors that passed are cached: layers that share bounds wait once.
+
+def read_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) -> tuple[Spans, Spans]:
+    """The result of `starts_and_lengths`, cached: it waits for the device, and layers that share bounds wait once.
+
+    For bounds on a GPU. On the CPU they may share memory with a NumPy array, and writing to that changes no version.
     """
     cu_seqlens_q, cu_seqlens_k, *_ = lengths
-    if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
     # an inference tensor has no version counter, so a change since the last check would go unnoticed
     versions = (
         None
@@ -90,11 +94,12 @@ def check_bounds(sinks: int, sources: int, lengths: Lengths, is_causal: bool) ->
         else (cu_seqlens_q._version, cu_seqlens_k._version)
     )
     arguments = versions, sinks, sources, *lengths[2:], is_causal
-    checked = _checked.get(cu_seqlens_q)
-    is_checked = checked is not None and checked[0]() is cu_seqlens_k and checked[1] == arguments
-    if versions is None or not is_checked:
-        starts_and_lengths(sinks, sources, lengths, is_causal)
-        _checked[cu_seqlens_q] = TensorWeakRef(cu_seqlens_k), arguments
+    read = _read.get(cu_seqlens_q)
+    if versions is not None and read is not None and read[0]() is cu_seqlens_k and read[1] == arguments:
+        return read[2]
+    spans = starts_and_lengths(sinks, sources, lengths, is_causal)
+    _read[cu_seqlens_q] = TensorWeakRef(cu_seqlens_k), arguments, spans
+    return spans
 
 
 def _starts_and_lengths(cu_seqlens: Tensor, tokens: int, longest: int, side: str) -> Spans:
