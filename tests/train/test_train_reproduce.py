@@ -141,6 +141,14 @@ class TestList:
         assert "missing data: UEA Heartbeat: 16 cells" in lines
         assert any("flowformer data list" in line for line in lines)
 
+    def test_another_experiment_is_not_beside_the_paper(self, tmp_path):
+        def papers(*overrides):
+            chosen = {"cells": ["*/Handwriting/flow"], "overrides": overrides}
+            return {job.paper for job in reproduce.jobs("uea", tmp_path, **chosen)}
+
+        assert papers() == papers("precision=bf16") == papers("epochs=100") == {33.8}
+        assert papers("optimiser.lr=0.0001") == {None}
+
     def test_a_missing_package_blocks_its_cells_alone(self, tmp_path, monkeypatch):
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))

@@ -31,7 +31,7 @@ from . import checkpoints, claims, tables
 from .loop import Interrupted, stop_requests
 from .methods.config import METHODS
 from .record import RESULT
-from .results import Row, identity, planned_identity
+from .results import Identity, Row, identity, planned_identity, same_experiment
 from .tables import Cell
 
 LOG = "worker.log"
@@ -62,7 +62,7 @@ class Job:
         command: arguments of `flowformer`.
         done: file that exists once the job is finished.
         minutes: approximate duration.
-        paper: the paper's score.
+        paper: the paper's score; None if it has none, or the run is another experiment.
         alone: whether no other job may run at the same time, as for a benchmark.
         blocked: message that names the missing package or data; None if the job can run.
         is_known: whether a table of results contains the run, so that the job is done.
@@ -166,7 +166,7 @@ def _job(
     out: Path,
     overrides: Sequence[str],
     data_dir: Path | None,
-    finished_runs: Collection[tuple[str, ...]],
+    finished_runs: Collection[Identity],
 ) -> Job:
     recipe, method = cell.recipe, cell.method.name
     assignments = cell.assignments(overrides)
@@ -182,8 +182,9 @@ def _job(
     if data_dir is not None:
         arguments += ["--data", str(data_dir)]
     command = (*arguments, "--out", str(folder), "--json")
-    is_known = bool(finished_runs) and planned_identity(config) in finished_runs
-    minutes, paper = cell.column.minutes, cell.paper()
+    planned = planned_identity(config)
+    minutes, paper = cell.column.minutes, cell.paper() if same_experiment(planned.overrides) else None
+    is_known = planned in finished_runs
     return Job(cell.name, seed, folder, command, folder / RESULT, minutes, paper, blocked=blocked, is_known=is_known)
 
 

@@ -9,7 +9,7 @@ import csv
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,13 +84,22 @@ _SAME_EXPERIMENT = (
 ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
 
+class Identity(NamedTuple):
+    """What no two runs have in common, as text."""
+
+    recipe: str
+    attention: str
+    overrides: str
+    seed: str
+
+
 def collect(sources: Iterable[Path]) -> list[Row]:
     """A row for each finished run; duplicates are dropped.
 
     Args:
         sources: folders with runs somewhere below them, CSV files that `write_csv` wrote, and pages (results.html).
     """
-    collected: dict[tuple, Row] = {}
+    collected: dict[Identity, Row] = {}
     for source in sources:
         if not source.exists():
             raise FileNotFoundError(
@@ -104,12 +113,12 @@ def collect(sources: Iterable[Path]) -> list[Row]:
     return sorted(collected.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
 
-def identity(row: Row) -> tuple[str, ...]:
-    """What no two runs have in common; also of a row whose values are text."""
-    return tuple(str(row.get(name, "")) for name in ("recipe", "attention", "overrides", "seed"))
+def identity(row: Row) -> Identity:
+    """The identity of a row, also of one whose values are text."""
+    return Identity(*(str(row.get(name, "")) for name in Identity._fields))
 
 
-def planned_identity(config: TrainConfig | MethodConfig) -> tuple[str, ...]:
+def planned_identity(config: TrainConfig | MethodConfig) -> Identity:
     """The identity of the row of a run with this config."""
     if isinstance(config, TrainConfig):
         fields, attention = to_dict(config), config.model.attention
