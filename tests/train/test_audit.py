@@ -65,6 +65,13 @@ def average(family: str, method: str, figure: str = "score") -> float:
     return fmean(paper_figure(game, method, figure) for game in games)
 
 
+def lead_in_games(method: str, games: list[str]) -> tuple[float, float]:
+    """By how many points a method leads the Decision Transformer, and the standard error of that."""
+    points = fmean(paper_score(game, method) - paper_score(game, "softmax") for game in games)
+    spreads = [paper_figure(game, each, "deviation") for game in games for each in (method, "softmax")]
+    return points, sqrt(sum(spread**2 / 3 for spread in spreads)) / len(games)
+
+
 def test_all_five_tasks_of_the_arena():
     line = evidence("LRA: better than the Transformer")
     for name in ("retrieval", "pathfinder", "listops", "image", "text"):
@@ -73,6 +80,30 @@ def test_all_five_tasks_of_the_arena():
         assert f"+{points:.2f} ({'SE ' if name == 'retrieval' else ''}{error:.2f})" in line
         assert (points > 2 * error) == (name in ("retrieval", "pathfinder"))
     assert round(lead("lra", "text", "softmax")[0] / 100 * 25_000) == 5
+
+
+def test_two_tasks_of_the_arena():
+    line = evidence("LRA: the best on ListOps")
+    for name, before in (("listops", "+0.80 (SE"), ("retrieval", "+0.88 (")):
+        points, error = lead("lra", name, "cosformer")
+        assert f"{before} {error:.2f}".replace("( ", "(") in line
+        assert before.startswith(f"+{points:.2f}")
+        assert points < 2 * error
+
+
+def test_images():
+    for model, rival, claim in (
+        ("hierarchical", "softmax", "ImageNet: better than"),
+        ("deit-s", "softmax", "DeiT-S: better with"),
+        ("hierarchical", "reformer", "ImageNet: better than"),
+    ):
+        ours, theirs = (paper_score(f"imagenet/{model}", method) for method in ("flow", rival))
+        error = sqrt((ours * (100 - ours) + theirs * (100 - theirs)) / 50_000)
+        printed = f"+{ours - theirs:.1f}"
+        assert (f"{printed}, SE {error:.2f}" if rival == "softmax" else f"Reformer, {printed}") in evidence(claim)
+        assert (ours - theirs > 2 * error) == (model == "hierarchical")
+    top5 = [paper_figure("imagenet/deit-s", method, "top5") for method in ("softmax", "flow")]
+    assert "from {} to {}".format(*top5) in evidence("DeiT-S: better with")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +174,16 @@ def test_averages_of_the_archive():
 
 
 def test_returns():
-    scores = {method: average("d4rl", method) for method in ("flow", "softmax")}
-    spreads = [paper_figure(game, method, "deviation") for game in GAMES for method in ("flow", "softmax")]
-    error = sqrt(sum(spread**2 / 3 for spread in spreads)) / len(GAMES)
-    assert f"+{scores['flow'] - scores['softmax']:.1f}, SE {error:.1f}" in evidence("D4RL: better")
+    points, error = lead_in_games("flow", GAMES)
+    assert f"+{points:.1f}, SE {error:.1f}" in evidence("D4RL: better")
+    line = evidence("D4RL: other efficient attentions")
+    fewer = [game for game in GAMES if game != "d4rl/walker2d-medium-expert"]
+    without = []
+    for method in ("performer", "reformer", "linear", "cosformer"):
+        points, error = lead_in_games(method, GAMES)
+        assert f"−{-points:.1f} ({'SE ' if method == 'performer' else ''}{error:.1f})" in line
+        without.append(f"{-lead_in_games(method, fewer)[0]:.1f}")
+    assert f"the first three are {without[0]}, {without[1]} and {without[2]} behind" in line
 
 
 def test_misprints():
