@@ -290,6 +290,8 @@ class TestPolicies:
             policy("awc", bandit())
         with pytest.raises(ValueError, match="steps must be a positive whole number, got 0"):
             policy("bc", bandit(), steps=0)
+        with pytest.raises(ValueError, match="dt needs target_return"):
+            policy("dt", bandit(), steps=1)
 
     @pytest.mark.parametrize(
         ("name", "option", "message"),
@@ -304,14 +306,14 @@ class TestPolicies:
     def test_options_out_of_range_are_refused(self, name, option, message):
         """Batches without steps, for example, would train nothing."""
         with pytest.raises(ValueError, match=message):
-            policy(name, bandit(), steps=1, **TINY[name] | option)
+            policy(name, bandit(), target_return=1.0, steps=1, **TINY[name] | option)
 
     @pytest.mark.parametrize("name", TINY)
     def test_a_policy_that_diverges_is_refused(self, name):
         """It would be played, and its actions would be NaN."""
         options = TINY[name] | {"learning_rate": 1e30} | ({"warmup": 0} if name == "dt" else {})
         with pytest.raises(FloatingPointError, match=rf"{name} diverged: at update 4 .* a smaller learning_rate"):
-            policy(name, Windows(episodes(), 2), steps=4, **options)
+            policy(name, Windows(episodes(), 2), target_return=1.0, steps=4, **options)
 
     def test_the_decision_transformer_may_start_without_warmup(self):
         """The rate is then constant; with a warm-up it starts from 0."""
@@ -355,7 +357,7 @@ class TestPolicies:
     def test_same_seed_same_policy(self, name):
         before = torch.get_rng_state()
         first, again, other = (
-            policy(name, Windows(episodes(), 2), steps=3, seed=seed, **TINY[name]).model.state_dict()
+            policy(name, Windows(episodes(), 2), target_return=1.0, steps=3, seed=seed, **TINY[name]).model.state_dict()
             for seed in (0, 0, 1)
         )
         assert all(torch.equal(first[key], again[key]) for key in first)
@@ -364,9 +366,8 @@ class TestPolicies:
 
     def test_decision_transformer_is_ours_with_softmax(self):
         losses = []
-        learnt = policy(
-            "dt", Windows(episodes(), 2), steps=60, report=lambda step, loss: losses.append((step, loss)), **TINY["dt"]
-        )
+        options = TINY["dt"] | {"report": lambda step, loss: losses.append((step, loss))}
+        learnt = policy("dt", Windows(episodes(), 2), target_return=1.0, steps=60, **options)
         assert (learnt.model.config.attention, learnt.model.config.window, learnt.window) == ("softmax", 2, 2)
         assert [step for step, _ in losses] == list(range(1, 61))
         assert sum(loss for _, loss in losses[-10:]) < 0.7 * sum(loss for _, loss in losses[:10])

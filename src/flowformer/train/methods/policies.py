@@ -53,7 +53,7 @@ def policy(
     name: str,
     windows: Windows,
     *,
-    target_return: float = 0.0,
+    target_return: float | None = None,
     steps: int = 100_000,
     seed: int = 0,
     device: str = "auto",
@@ -65,7 +65,7 @@ def policy(
     Args:
         name: "bc", behaviour cloning; "awac", advantage-weighted actor-critic; or "dt", the Decision Transformer.
         windows: the episodes, such as `data.load("d4rl/…").train`.
-        target_return: the return-to-go at the start of an episode, for "dt" only.
+        target_return: the return-to-go at the start of an episode; needed by "dt", ignored by the others.
         steps: number of updates.
         seed: seed of all random numbers.
         device: the device for training and playing; "auto" is a GPU if there is one.
@@ -76,6 +76,11 @@ def policy(
     if accepted is not None:
         check_options(name, options, accepted)
     check_positive(steps=steps)
+    if name == "dt" and target_return is None:
+        raise ValueError(
+            "dt needs target_return, the return that its policy is to reach; the paper's for an environment is "
+            'flowformer.data.environments.environment_of("Hopper-v5").target_return.'
+        )
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -88,7 +93,7 @@ def policy(
     return DecisionPolicy(
         # all models have the methods that DecisionPolicy calls
         cast(FlowformerDecision, learner.model.eval()),
-        target_return,
+        target_return or 0.0,  # read by the Decision Transformer only
         state_mean=windows.state_mean.numpy(),
         state_std=windows.state_std.numpy(),
         window=windows.window,
