@@ -277,18 +277,34 @@ def test_measured_attentions_on_japanese_vowels():
     assert f"at most {('no', 'one', 'two', 'three')[round((max(means) - min(means)) * 3.7)]} of the 370" in line
 
 
-def test_measured_learning_rate_and_clamp():
-    slow = "optimiser.lr=0.0001 epochs=30"
-    flow, softmax = (measured("uea", slow)[name].cells["Handwriting"] for name in ("Flowformer", "Transformer"))
+def test_measured_learning_rate():
     line = evidence("UEA: absolute accuracy")
-    assert f"flow reaches {flow.score.mean:.1f} (paper 33.8) and softmax {softmax.score.mean:.1f} (32.0)" in line
-    others = dict(measured("uea")["Flowformer"].cells)
-    assert round(-others.pop("Handwriting").difference) == 5
-    assert f"within {bound(others.values())} on the other sets" in line
+    names = {"flow": "Flowformer", "linear attention": "Linear Trans.", "softmax": "Transformer"}
+    slow, released = (
+        {name: measured("uea", protocol)[label].cells["Handwriting"] for name, label in names.items()}
+        for protocol in ("optimiser.lr=0.0001", "")
+    )
+    for name, each in slow.items():
+        verb, paper = ("reaches ", "paper ") if name == "flow" else ("", "")
+        assert f"{name} {verb}{each.score.mean:.1f} ({paper}{released[name].paper})" in line
+        assert len(each.runs) == 3
+    assert all(4 < -each.difference < 5.5 for each in released.values())
+    below = [max(each.score.mean - each.final.mean for each in cells.values()) for cells in (slow, released)]
+    assert f"within {ceil(10 * below[0]) / 10} of the best instead of up to {below[1]:.1f} below it" in line
+    others = [each for name, each in measured("uea")["Flowformer"].cells.items() if name != "Handwriting"]
+    assert f"within {bound(others)} on the other sets" in line
+
+
+def test_measured_clamp():
+    slow = "optimiser.lr=0.0001 epochs=30"
+    flow = measured("uea", slow)["Flowformer"].cells["Handwriting"].score.mean
     clamped = measured("defaults-uea", slow)["clamp 1"].cells["Handwriting"].score.mean
     line = evidence("Clamp of the released code")
-    assert f"{clamped:.1f} with a clamp of 1, {flow.score.mean:.1f} without" in line
-    assert f"is {sqrt(clamped * (100 - clamped) / 850):.1f} |" in line
+    assert f"{clamped:.1f} with a clamp of 1, {flow:.1f} without" in line
+    assert f"is {sqrt(clamped * (100 - clamped) / 850):.1f};" in line
+    default, clamp = (measured("defaults-uea")[name].cells for name in ("default", "clamp 1"))
+    for column, with_clamp in clamp.items():
+        assert f"{column} {with_clamp.score.mean:.1f} with (one seed), {default[column].score} without" in line
 
 
 def test_measured_removals_on_the_archive():
@@ -304,8 +320,13 @@ def test_measured_arena():
     flow, softmax, linear = (f"{scores[name]:.1f}" for name in ("Flowformer", "Transformer", "Linear Trans."))
     assert f"| {flow}, softmax {softmax}, linear attention {linear};" in evidence("LRA ListOps: 38.7")
     assert f"| {linear} with the same recipe" in evidence("LRA ListOps: linear attention fails")
-    text = measured("lra")["Flowformer"].cells["Text"].score.mean
-    assert f"| {text:.1f} after the last update" in evidence("LRA Text: 64.3")
+    flow, softmax, linear = (
+        measured("lra")[name].cells["Text"].score.mean for name in ("Flowformer", "Transformer", "Linear Trans.")
+    )
+    assert f"| {flow:.1f} after the last update" in evidence("LRA Text: 64.3")
+    line = evidence("LRA Text: level with the Transformer")
+    assert f"| {flow:.1f} for flow, {softmax:.1f} for softmax and {linear:.1f} for linear attention" in line
+    assert f"difference is {100 * sqrt(2 * 0.65 * 0.35 / 25_000):.2f} |" in line
 
 
 def test_measured_perplexities():
