@@ -368,6 +368,14 @@ def test_a_damaged_file_is_named(tmp_path, name):
         FlowformerClassifier.from_pretrained(tmp_path)
 
 
+def test_weights_of_another_version(tmp_path):
+    build().save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    safetensors.torch.save_file({f"later.{name}": x for name, x in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"(?s)model\.safetensors does not fit the .*config\.json: .*later\.cls"):
+        FlowformerClassifier.from_pretrained(tmp_path)
+
+
 @torch.no_grad()
 def test_maps_of_each_layer():
     model = build()

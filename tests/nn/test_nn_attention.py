@@ -469,6 +469,36 @@ def test_packed_sequences_of_a_rival_are_a_loop_over_them(name, is_causal):
     assert (result[:, 10:] == attention.out_proj.bias).all()
 
 
+def test_packed_sequences_of_a_rival_are_padded_to_the_longest():
+    """Not to the length of the row, for which it may have no parameters."""
+    attention, x = RivalAttention(16, 4, name="linformer", max_length=6), torch.randn(1, 10, 16)
+    result = attention(x, cu_seqlens=torch.tensor([0, 6, 10]))
+    torch.testing.assert_close(result, torch.cat([attention(x[:, :6]), attention(x[:, 6:])], 1))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest", "message"),
+    [
+        ([0, 9], None, "cu_seqlens_q must be an int32 or int64 tensor, got list"),
+        (torch.tensor([0.0, 9.0]), None, r"cu_seqlens_q must be an int32 or int64 tensor, got torch\.float32"),
+        (torch.tensor([], dtype=torch.int64), None, r"cu_seqlens_q must have shape \(sequences \+ 1,\), got \(0,\)"),
+        (torch.tensor([[0, 9]]), None, r"cu_seqlens_q must have shape \(sequences \+ 1,\), got \(1, 2\)"),
+        (torch.tensor([0, 9]), 9.0, "max_seqlen_q must be an int, got float"),
+    ],
+)
+def test_bounds_that_a_rival_cannot_read(bounds, longest, message):
+    attention = RivalAttention(16, 4, name="linear")
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention(torch.randn(1, 9, 16), cu_seqlens=bounds, max_seqlen=longest)
+
+
+def test_lengths_of_packed_sequences_are_not_captured(monkeypatch):
+    """The graph would replay them for other sequences; if earlier calls read them, nothing else would stop it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="got cu_seqlens while a CUDA graph is captured"):
+        Packing.from_bounds(SimpleNamespace(is_cuda=True), 9, 9)
+
+
 def test_softmax_within_packed_sequences_does_not_pad(monkeypatch):
     """As in low precision on a GPU; the causal form exists only there."""
     attention = RivalAttention(16, 4, name="softmax", num_kv_heads=2, dtype=torch.float64)

@@ -86,8 +86,8 @@ class TestOverride:
             ("workers=-1", "workers must be at least 0, got -1"),
             ("label_smoothing=2", "label_smoothing must be from 0 to 1, got 2"),
             ("mixup=0.5", "mixup and cutmix are for images, and the task is 'tokens'"),
-            ("epochs=3", "epochs has no effect beside steps=20000, which comes first. Pass steps=none as well"),
-            ("eval_epochs=3", "eval_epochs has no effect beside eval_every=1000"),
+            ("epochs=3", "epochs has no effect in lra/text beside steps=20000, which comes first. Pass steps=none"),
+            ("eval_epochs=3", "eval_epochs has no effect in lra/text beside eval_every=1000"),
         ],
     )
     def test_a_wrong_one_says_what_is_right(self, assignment, message):

@@ -329,9 +329,26 @@ def test_a_method_without_checkpoints_that_is_stopped_has_not_failed(tmp_path):
     queue = reproduce.Queue([job], tmp_path, pack=1, say=said.append, stopped="it was asked to")
     queue._running[subprocess.Popen(["sleep", "60"])] = job
     queue._stop(time.monotonic() + 60)
-    assert said == [f"stopped: {job.label}, which has no checkpoints and starts over"]
+    assert said == [f"stopped: {job.label}, which wrote no checkpoint and starts over"]
     assert not queue.failed
     assert job.state() == "to do"
+
+
+def write_checkpoints(job, *names):
+    for name in names:
+        (job.folder / "checkpoints" / name).mkdir(parents=True)
+        (job.folder / "checkpoints" / name / "progress.json").touch()
+
+
+def test_a_run_that_is_stopped_while_it_starts_resumes_from_its_checkpoint(tmp_path):
+    """No signal handler is installed yet, so it writes no other checkpoint."""
+    starting, said = job(tmp_path), []
+    write_checkpoints(starting, "step-04", "step-12")
+    claims.reserve(starting.folder)
+    made = reproduce.Queue([starting], tmp_path, pack=1, say=said.append, stopped="it was asked to")
+    made._running[subprocess.Popen(["sleep", "60"])] = starting
+    made._stop(time.monotonic() + 60)
+    assert said == [f"stopped: {starting.label}, which wrote no checkpoint and resumes from step-12"]
 
 
 @pytest.mark.parametrize(
@@ -342,9 +359,7 @@ def test_a_run_that_does_not_stop_in_time_is_killed(tmp_path, written, start):
     assert deaf.stdout.readline()
     running = job(tmp_path)
     claims.reserve(running.folder)
-    for name in written:
-        (running.folder / "checkpoints" / name).mkdir(parents=True)
-        (running.folder / "checkpoints" / name / "progress.json").touch()
+    write_checkpoints(running, *written)
     made = reproduce.Queue([running], tmp_path, pack=1, say=said.append, stopped="it was asked to")
     made._running[deaf] = running
     made._stop(time.monotonic())

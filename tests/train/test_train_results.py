@@ -142,6 +142,7 @@ class TestCollect:
             text.partition('id="data"')[0],
             text.replace('"runs"', "runs"),
             text.replace('"runs"', '"r"'),
+            '<script type="application/json" id="data">[1]</script>',
         ):
             page.write_text(damaged)
             with pytest.raises(ValueError, match=r"results\.html is no page of results, or damaged"):

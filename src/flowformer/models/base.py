@@ -84,7 +84,13 @@ class FlowModel(nn.Module):
         model = cls(config_from(cls.config_class, fields), **options).to(device)
         if len(dtypes) == 1:
             model.to(dtypes.pop())
-        safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
+        try:
+            safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
+        except RuntimeError as error:  # names or shapes that differ
+            raise ValueError(
+                f"{folder / WEIGHTS_FILE} does not fit the model of {CONFIG_FILE}: {error}. Load it with the version "
+                "that wrote it, or train it again."
+            ) from error
         return model.eval()
 
     def num_parameters(self, *, trainable: bool = False) -> int:

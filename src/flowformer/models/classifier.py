@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils import check_literals, check_positive
-from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, is_flow, token_positions
+from ..nn import FlowEncoderLayer, LearnedPositions, SinusoidalPositions, token_positions
 from ..nn.packing import Packing
 from ..nn.recording import is_observed
 from ..ops import FlowMaps, FlowVariant
@@ -204,10 +204,8 @@ class SequenceEncoder(FlowModel):
     def _encode_packed(self, tokens: Tensor, mask: Tensor, packing: Packing) -> Tensor:
         """Encode packed sequences; same result as `encode` on the padded batch."""
         x = self._embed(packing.pack(tokens), packing.pack(token_positions(mask)))  # (1, T, W)
-        # rivals pad to this length, and the parameters of some allow no longer one
-        longest = packing.max_seqlen if is_flow(self.config.attention) else mask.shape[1]
         for layer in self.layers:
-            x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=longest)
+            x = self._layer(layer, x, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.max_seqlen)
         # poolings "cls" and "first" read only the first token of each sequence
         return self.norm(x[0, packing.cu_seqlens[:-1]])
 

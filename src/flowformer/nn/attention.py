@@ -369,14 +369,18 @@ class RivalAttention(ProjectedAttention):
     ) -> Tensor:
         """Attend, with the arguments of `FlowAttention.forward` except `state`.
 
-        Packed sequences are padded first, unless the mechanism attends within them.
+        Packed sequences are padded first, unless the mechanism attends within them. Their lengths are read on the host.
+        On a GPU, calls with the same `cu_seqlens` read them once: after writing to it in a way that torch does not
+        count, such as `torch.distributed.broadcast`, pass a clone.
         """
         check_packed(query, (key, value, query_mask, key_mask), cu_seqlens, max_seqlen)
         q, k, v, query_mask, key_mask = self._project(query, key, value, query_mask, key_mask)
         if cu_seqlens is None:
             return self._merge_heads(self._attend(q, k, v, query_mask, key_mask))
         tokens = query.shape[1]
-        packing = Packing.from_bounds(cu_seqlens, tokens, tokens if max_seqlen is None else max_seqlen)
+        longest = tokens if max_seqlen is None else max_seqlen
+        checks.cu_seqlens(query, cu_seqlens, cu_seqlens, longest, longest)
+        packing = Packing.from_bounds(cu_seqlens, tokens, longest)
         result = self._attend_packed(q, k, v, packing)
         # filler tokens after the last sequence attend to nothing: their result is 0
         return self._merge_heads(F.pad(result, (0, 0, 0, tokens - result.shape[2])))

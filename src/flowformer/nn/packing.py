@@ -43,15 +43,21 @@ class Packing(NamedTuple):
 
     @classmethod
     def from_bounds(cls, cu_seqlens: Tensor, tokens: int, longest: int) -> Self:
-        """The packing of sequences that are already packed, to be padded at their ends.
+        """The packing of sequences that are already packed, to be padded at their ends to the longest of them.
 
         Args:
             cu_seqlens: (B + 1,), bounds of the sequences.
             tokens: T, which may be more than cu_seqlens[-1].
-            longest: N, length of the padded batch.
+            longest: upper bound of the lengths.
         """
+        if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "got cu_seqlens while a CUDA graph is captured, but this attention reads them on the host, so that the "
+                "graph would keep their lengths. Pass a padded batch and its mask, or use FlowAttention."
+            )
         read = read_bounds if cu_seqlens.is_cuda else starts_and_lengths
         (_, lengths), _ = read(tokens, tokens, (cu_seqlens, cu_seqlens, longest, longest), is_causal=False)
+        longest = max(lengths, default=0)
         mask = torch.arange(longest, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
         return cls(_indices(mask, sum(lengths)), cu_seqlens, lengths, longest)
 

@@ -62,8 +62,8 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     for key, winner in (("epochs", "steps"), ("eval_epochs", "eval_every")):
         if key in assigned and None not in (getattr(config, key), getattr(config, winner)):
             raise ValueError(
-                f"{key} has no effect beside {winner}={getattr(config, winner)}, which comes first. Pass {winner}=none "
-                f"as well, or {winner} alone."
+                f"{key} has no effect in {config.recipe} beside {winner}={getattr(config, winner)}, which comes first. "
+                f"Pass {winner}=none as well, or {winner} alone."
             )
     return config
 

@@ -356,7 +356,7 @@ class Queue:
             elif code == 130:
                 self.say(f"stopped: {job.label}, with a checkpoint")
             elif self.stopped is not None and code == -signal.SIGTERM:
-                self.say(f"stopped: {job.label}, which has no checkpoints and starts over")
+                self.say(f"stopped: {job.label}, which wrote no checkpoint and {_restart(job)}")
             elif claims.owner(job.folder) is not None:
                 waiting.append(job)
             else:
@@ -376,15 +376,19 @@ class Queue:
             process.kill()
             process.wait()
             claims.unreserve(job.folder)
-            earlier = checkpoints.latest(job.folder / "checkpoints")
-            start = "starts over" if earlier is None else f"resumes from {earlier.name}"
-            self.say(f"killed: {job.label}, which wrote no checkpoint in time and {start}")
+            self.say(f"killed: {job.label}, which wrote no checkpoint in time and {_restart(job)}")
         self._running.clear()
 
 
 def _delete_checkpoints(job: Job) -> None:
     """Delete the checkpoints of a finished job, which would take most of the disk space of a queue."""
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+
+
+def _restart(job: Job) -> str:
+    """Where the next start of a job begins, in words."""
+    earlier = checkpoints.latest(job.folder / "checkpoints")
+    return "starts over" if earlier is None else f"resumes from {earlier.name}"
 
 
 def default_pack() -> int:

@@ -68,7 +68,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     data = _DATA.search(path.read_text(encoding="utf-8", errors="replace"))
     try:
         return json.loads(data[1] if data else "")["runs"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no page of results, or damaged. Accepted: a results.html of flowformer results --out."
         ) from error
