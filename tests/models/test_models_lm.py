@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import runpy
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flowformer import FlowVariant
 from flowformer.models import lm
 from flowformer.models.lm import IGNORED, PRESETS, FlowformerLM, LMConfig, draw, next_tokens
-from flowformer.nn import record_maps
+from flowformer.nn import FlowAttention, record_maps
 
 SMALL = LMConfig(vocab_size=23, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=24, dropout=0.0)
 GPT = replace(
@@ -471,3 +472,21 @@ def test_example_learns(capsys):
     bits = [float(line.split()[2]) for line in lines if line.startswith("step")]
     assert bits[-1] < 4.5 < math.log2(256) < bits[0]
     assert lines[-2].startswith("'def ")
+
+
+def test_example_with_a_convolution(tmp_path, monkeypatch, capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "convolution.py"))
+    layer = example["Convolved"](FlowAttention(8, 2, is_causal=True), width=4)
+    tokens = torch.randn(1, 10, 8)
+    changed = tokens.clone()
+    changed[:, 6:] += 1
+    assert torch.equal(layer(tokens)[:, :6], layer(changed)[:, :6])
+    assert not torch.allclose(layer(tokens)[:, 6], layer(changed)[:, 6])
+    text = tmp_path / "text"
+    text.write_bytes(b"0123456789" * 800)
+    monkeypatch.setattr(sys, "argv", ["convolution.py", str(text), "--length=32", "--steps=12", "--embed-dim=32"])
+    example["main"]()
+    *updates, evaluation = capsys.readouterr().out.splitlines()
+    bits = [float(line.split()[2]) for line in updates]
+    assert bits[-1] < bits[0] - 1
+    assert float(evaluation.split()[1]) < bits[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from math import ceil, log, sqrt
+from math import ceil, log, log2, sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -338,3 +338,16 @@ def test_measured_perplexities():
     assert f"{flow:.1f} with flow, {softmax:.1f} with softmax and {linear:.1f} with linear attention" in line
     assert f"{100 * (log(flow) / log(softmax) - 1):.1f} % more bits per word than softmax" in line
     assert f"linear attention {100 * (log(linear) / log(softmax) - 1):.1f} %" in line
+
+
+def test_measured_bits_of_a_byte():
+    names = {"flow": "Flowformer", "linear": "Linear Trans.", "softmax": "Transformer"}
+    runs = measured("language-stand-ins", "steps=4000 eval_every=2000")
+    bits = {name: log2(runs[label].cells["enwik8"].score.mean) for name, label in names.items()}
+    line = evidence("The same for bytes")
+    assert f"{bits['flow']:.2f} bits per byte with flow, {bits['softmax']:.2f} with softmax" in line
+    assert f"{bits['linear']:.2f} with linear attention" in line
+    page = (ROOT / "results/enwik8.md").read_text(encoding="utf-8")
+    assert f"| bits per byte | {' | '.join(f'{each:.3f}' for each in bits.values())} |" in page
+    ratios = (f"{bits[name] / bits['softmax']:.2f}" for name in ("flow", "linear"))
+    assert f"| relative to softmax | {' | '.join(ratios)} | 1 |" in page

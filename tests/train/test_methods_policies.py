@@ -292,6 +292,10 @@ class TestPolicies:
             policy("bc", bandit(), steps=0)
         with pytest.raises(ValueError, match="dt needs target_return"):
             policy("dt", bandit(), steps=1)
+        with pytest.raises(ValueError, match=r"dt has no option 'embed_dims' \(did you mean 'embed_dim'\?\)"):
+            policy("dt", bandit(), steps=1, target_return=1.0, embed_dims=8)
+        with pytest.raises(ValueError, match=r"dt has no option 'attention' .*accepted: batch_size"):
+            policy("dt", bandit(), steps=1, target_return=1.0, attention="flow")
 
     @pytest.mark.parametrize(
         ("name", "option", "message"),

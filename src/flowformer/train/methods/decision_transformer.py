@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._utils import check_positive
+from ..._utils import check_options, check_positive
 from ...data.offline_rl import Windows
 from ...models.decision import DecisionConfig, FlowformerDecision
 from ..optim import Schedule
 from ..resident import DeviceWindows
 from .mlp import descend
+
+_SET_HERE = "state_dim", "action_dim", "window", "attention"
+_SIZES = [each.name for each in fields(DecisionConfig) if each.name not in _SET_HERE]
 
 
 class DecisionTransformer:
@@ -26,7 +30,7 @@ class DecisionTransformer:
         device: the device for training.
         batch_size: windows in one update.
         learning_rate, warmup: learning rate, and number of updates over which it rises from 0.
-        sizes: fields of `DecisionConfig`.
+        sizes: fields of `DecisionConfig`, except the sizes of the data and the attention.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class DecisionTransformer:
         warmup: int = 10_000,
         **sizes: Any,
     ) -> None:
+        check_options("dt", sizes, ["batch_size", "learning_rate", "warmup", *_SIZES])
         check_positive(batch_size=batch_size)
         self.windows, self.count, self.batch_size = DeviceWindows(windows, device), len(windows), batch_size
         dims = windows.states.shape[1], windows.actions.shape[1]
