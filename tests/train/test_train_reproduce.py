@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner
 
 from flowformer.cli import app
+from flowformer.cli.progress import queue_progress
 from flowformer.train import claims, recipes, reproduce, tables
 from flowformer.train.config import TrainConfig
 from flowformer.train.paper import paper_score
@@ -285,12 +289,47 @@ def test_the_time_is_kept(tmp_path, monkeypatch):
             return time.monotonic() + (29.05 * 60 if on_their_way(tmp_path) == 2 else 0)
 
     monkeypatch.setattr(reproduce, "time", Clock)
-    made = reproduce.Queue(jobs, tmp_path, pack=2, minutes=30)
+    seen = []
+    made = reproduce.Queue(jobs, tmp_path, pack=2, minutes=30, watch=lambda *state: seen.append(state))
     made.run()
     assert made.stopped == "the 30 minutes are over"
     assert not made.failed
+    assert {len(state) for state in seen} == {3}
+    assert seen[0] == (dict.fromkeys((job.label for job in jobs), 0.0), 0, 2)
     assert len(list(tmp_path.rglob("step-*/progress.json"))) == 2
     assert all(job.state().startswith("to do from step-") for job in jobs)
+
+
+UPDATES = {"kind": "train", "step": 30, "epoch": 1.5, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "records", "share"),
+    [
+        ({"steps": 40, "epochs": None}, [{**UPDATES, "step": 10}, UPDATES], 0.75),
+        ({"steps": None, "epochs": 6}, [UPDATES], 0.25),
+        ({"options": {"steps": 60}}, [UPDATES] * 200, 0.5),
+        ({"steps": 40}, [], 0.0),
+    ],
+    ids=["updates", "epochs", "method", "starting"],
+)
+def test_share_of_a_run_that_is_done(tmp_path, config, records, share):
+    assert reproduce.share_done(tmp_path) == 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert reproduce.share_done(tmp_path) == share
+
+
+def test_progress_of_a_queue_in_a_terminal():
+    terminal = Console(force_terminal=True, width=100, file=io.StringIO())
+    with queue_progress(terminal) as watch:
+        watch({"a/flow, seed 0": 0.25, "b/flow, seed 0": 0.5}, 0, 3)
+        watch({"b/flow, seed 0": 0.75, "b/flow, seed 1": 0.0}, 1, 3)
+    shown = Text.from_ansi(terminal.file.getvalue()).plain
+    bars = re.findall(r"(\S.*\S) +[━╸╺]+ +(\d+)%", shown)
+    assert bars[-3:] == [("1 of 3 runs done", "58"), ("b/flow, seed 0", "75"), ("b/flow, seed 1", "0")]
+    with queue_progress(Console(file=io.StringIO())) as watch:
+        assert watch is None
 
 
 def test_sigterm_leaves_checkpoints(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Progress of training runs in the terminal."""
+"""Progress of training runs, and of a queue of them, in the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from .app import console
 
 if TYPE_CHECKING:
     from ..train.loop import Report
+    from ..train.reproduce import Watch
 
 
 @contextmanager
@@ -48,6 +58,33 @@ def progress(quiet: bool) -> Iterator[Callable[[str], Report]]:
             return report
 
         yield reporter
+
+
+@contextmanager
+def queue_progress(terminal: Console) -> Iterator[Watch | None]:
+    """Yield the `watch` callback of a queue, which draws a bar for it and one for each running job.
+
+    Outside a terminal it is None.
+    """
+    if not terminal.is_terminal:
+        yield None
+        return
+    look = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*look, console=terminal, transient=True) as bars:
+        whole = bars.add_task("", total=None)
+        shown: dict[str, TaskID] = {}
+
+        def watch(shares: dict[str, float], finished: int, count: int) -> None:
+            for label in shown.keys() - shares.keys():
+                bars.remove_task(shown.pop(label))
+            for label, share in shares.items():
+                if label not in shown:
+                    shown[label] = bars.add_task(label, total=1.0)
+                bars.update(shown[label], completed=share)
+            description = f"{finished} of {count} runs done"
+            bars.update(whole, description=description, total=count, completed=finished + sum(shares.values()))
+
+        yield watch
 
 
 def _print_record(label: str, record: dict[str, Any]) -> None:

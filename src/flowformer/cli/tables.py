@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .app import STARTED, DataDir, Json, advice, app, command, console, errors
+from .progress import queue_progress
 
 if TYPE_CHECKING:
     from ..train.reproduce import Job
@@ -64,13 +65,15 @@ def reproduce(
     if show:
         _print_jobs(jobs, as_json)
         return
-    say = functools.partial(errors.print if as_json else console.print, highlight=False, soft_wrap=True)
+    terminal = errors if as_json else console
+    say = functools.partial(terminal.print, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     for reason, names in _blocked(jobs).items():
         say(f"{reason}: {', '.join(names)}")
     running = queue.Queue(jobs, out, pack or queue.default_pack(), minutes, STARTED, say)
     try:
-        running.run()
+        with queue_progress(terminal) as running.watch:
+            running.run()
     except Interrupted as stopped:
         errors.print(str(stopped))
         raise typer.Exit(130) from stopped

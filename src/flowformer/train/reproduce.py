@@ -30,7 +30,8 @@ from .._utils import check_positive, cores, suggestion, write_atomically
 from . import checkpoints, claims, tables
 from .loop import Interrupted, stop_requests
 from .methods.config import METHODS
-from .record import RESULT
+from .record import CONFIG, RESULT
+from .record import LOG as RECORDS
 from .results import Identity, Row, identity, planned_identity, same_experiment
 from .tables import Cell
 
@@ -48,8 +49,10 @@ _PACKAGES = {
     **dict.fromkeys(METHODS["series"], ("aeon",)),
     "xgboost": ("aeon", "xgboost"),
 }
+_TAIL = 4096  # bytes at the end of a log that hold its last record
 _NO_SPACE = "No space left on device"
 Say = Callable[[str], None]
+Watch = Callable[[dict[str, float], int, int], None]
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,8 @@ class Queue:
         minutes: time limit, by which all jobs have stopped with a checkpoint; None for no limit.
         begun: start of the time limit by `time.monotonic`; None for the start of `run`.
         say: called with a line for each event.
+        watch: called several times a second with the label of each running job and the share of it that is done, and
+            the numbers of finished jobs and of all that this call found to do.
 
     Attributes: `failed`, the error message of each failed job by its label; `stopped`, why the queue stopped before its
     jobs were done, or None.
@@ -234,6 +239,7 @@ class Queue:
     minutes: float | None = None
     begun: float | None = None
     say: Say = print
+    watch: Watch | None = None
     failed: dict[str, str] = field(default_factory=dict)
     stopped: str | None = None
     _running: dict[subprocess.Popen, Job] = field(default_factory=dict)
@@ -256,7 +262,8 @@ class Queue:
         for job in self.jobs:
             if job.done.exists() and claims.owner(job.folder) is None:
                 _delete_checkpoints(job)
-        waiting = deque(job for job in self.jobs if job.blocked is None and not job.is_done)
+        todo = [job for job in self.jobs if job.blocked is None and not job.is_done]
+        waiting = deque(todo)
         self.say(f"{len(waiting)} of {len(self.jobs)} runs to do, {self.pack} side by side, in {self.out}")
         with stop_requests() as interrupted:
             try:
@@ -266,6 +273,9 @@ class Queue:
                         self.stopped = self._reason_to_stop(interrupted, stop_at)
                     if self.stopped is not None or not self._start(waiting, stop_at):
                         break
+                    if self.watch is not None:
+                        shares = {job.label: share_done(job.folder) for job in self._running.values()}
+                        self.watch(shares, sum(job.is_done for job in todo), len(todo))
                     time.sleep(_POLL)
             finally:
                 self._stop(limit)
@@ -383,6 +393,19 @@ class Queue:
 def _delete_checkpoints(job: Job) -> None:
     """Delete the checkpoints of a finished job, which would take most of the disk space of a queue."""
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+
+
+def share_done(folder: Path) -> float:
+    """The share of a run that is done, from its log: 0 for a run that has just started, or logs no updates."""
+    try:
+        with (folder / RECORDS).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+            last = json.loads(log.read().splitlines()[-1])
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    updates = config.get("steps") or config.get("options", {}).get("steps")
+    return last["step"] / updates if updates else last["epoch"] / config["epochs"]
 
 
 def _restart(job: Job) -> str:
