@@ -12,12 +12,13 @@ from statistics import fmean
 import pytest
 import torch
 
+from flowformer import flow_attention
 from flowformer.models import FlowformerClassifier
 from flowformer.models.counts import count
 from flowformer.models.vision import DEIT_PRESETS, PRESETS, FlowformerDeiT, FlowformerVision
 from flowformer.train import recipes
 from flowformer.train.overrides import override
-from flowformer.train.paper import paper_average, paper_figure, paper_score
+from flowformer.train.paper import paper_average, paper_figure, paper_score, paper_speed
 from flowformer.train.results import collect
 from flowformer.train.summary import Filled, Line, fill
 
@@ -70,6 +71,14 @@ def lead_in_games(method: str, games: list[str]) -> tuple[float, float]:
     points = fmean(paper_score(game, method) - paper_score(game, "softmax") for game in games)
     spreads = [paper_figure(game, each, "deviation") for game in games for each in (method, "softmax")]
     return points, sqrt(sum(spread**2 / 3 for spread in spreads)) / len(games)
+
+
+def test_weights_of_a_result():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 8, 1024, 64).double()
+    weights = flow_attention(query, key, torch.ones(2, 8, 1024, 1).double())
+    assert f"with Gaussian inputs to {weights.mean():.2f}, sigmoid(1)" in evidence("Flow is conserved")
+    assert abs(weights.mean() - torch.tensor(1.0).sigmoid()) < 0.005
 
 
 def test_all_five_tasks_of_the_arena():
@@ -135,6 +144,20 @@ def test_ablations_of_the_arena():
         assert f"SE {error:.2f}" in line
     pairs = [paper_average("lra", f"flow-{pair}") for pair in ("sigmoid-sigmoid", "sigmoid-softmax", "softmax-softmax")]
     assert f"56.48, the next {max(pairs):.2f}" in evidence("LRA: softmax for competition")
+
+
+def test_speeds_beside_performer():
+    line = evidence("LRA: faster in training")
+
+    def leads(mode):
+        """By how many percent flow is faster than Performer at each length."""
+        speeds = [[paper_speed(name, mode, 1024 * k) for name in ("flow", "performer")] for k in range(1, 5)]
+        return [100 * (flow / performer - 1) for flow, performer in speeds]
+
+    training = [f"{lead:+.1f}".replace("-", "−") for lead in leads("training")]
+    assert f"{', '.join(training[:3])} and {training[3]} % in training" in line
+    inference = [-lead for lead in leads("inference")]
+    assert f"{min(inference):.1f} to {max(inference):.1f} % slower in inference" in line
 
 
 def test_perplexities_of_the_ablations():
