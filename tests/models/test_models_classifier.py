@@ -280,6 +280,8 @@ def test_gradient_reaches_every_parameter(cls, attention):
 @both_classes
 def test_bf16_autocast(cls):
     model = build(SMALL, cls, dtype=torch.float32)
+    # rounding can push an input of a ReLU across 0, which changes gradients by more than it is itself
+    model.head = nn.Sequential(*(nn.Softplus() if isinstance(x, nn.ReLU) else x for x in model.head))
     exact = model(*inputs(cls))
     with torch.autocast("cpu", torch.bfloat16):
         result = model(*inputs(cls))

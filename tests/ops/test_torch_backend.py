@@ -137,6 +137,8 @@ class TestCorners:
         """Constant, zero, saturated: the error stays that of the reference at the same dtype."""
         options = {"is_causal": is_causal, "variant": variant}
         for content, dtype, length, inputs in extreme_inputs():
+            if content == "constant" and variant.clamp == 1:
+                continue  # Ô is 1, so rounding decides on which side of the clamp it is, and whether it has a gradient
             ours, plain = (
                 with_gradients(lambda *x, backend=backend: flow_attention(*x, **options, backend=backend), inputs)
                 for backend in ("torch", "reference")
