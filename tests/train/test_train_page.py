@@ -82,6 +82,17 @@ class TestFigures:
         drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
         assert (drawn, [str(error) for error in failed.values()]) == ({}, ["the weights are damaged"])
 
+    @pytest.mark.parametrize("content", [None, "", "{}"])
+    def test_a_damaged_config_costs_no_table(self, tmp_path, content):
+        """The rows are from a CSV; the folder of the run is of another version, or was copied in part."""
+        run = self.write_model(tmp_path / "runs", "w")
+        rows = collect([tmp_path / "runs"])
+        (run / "config.json").unlink() if content is None else (run / "config.json").write_text(content)
+        drawn, failed = figures.draw_figures(rows, tmp_path / "out")
+        assert not drawn
+        assert all("config.json" in str(error) for error in failed.values())
+        assert len(failed) == 1
+
 
 def test_speeds_are_drawn(tmp_path):
     committed = ROOT / "results/lra-speed-cpu.csv"

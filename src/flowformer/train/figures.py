@@ -98,7 +98,7 @@ def draw_figures(
         data_dir: the folder of all data sets.
 
     Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data,
-    model or package is missing or damaged, by their captions.
+    config, model or package is missing or damaged, by their captions.
     """
     figures: dict[str, Path] = {}
     failed: dict[str, Exception] = {}
@@ -108,22 +108,22 @@ def draw_figures(
         run = Path(row["folder"])
         weights = run / "final" / WEIGHTS_FILE
         drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and weights.is_file()
-        if not drawable or load(run / CONFIG).task not in ("series", "images"):
-            continue
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
-        if caption in figures or caption in failed:
+        if not drawable or caption in figures or caption in failed:
             continue
-        # runs in different places may have the same name, and another run may have taken the place of an earlier one
-        path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _save(draw_maps(run, data_dir=data_dir), path)
-            except (OSError, ValueError, ImportError) as error:
-                failed[caption] = error
+        try:
+            if load(run / CONFIG).task not in ("series", "images"):
                 continue
-        figures[caption] = path
+            # runs in different places may have the same name, and another run may have replaced an earlier one
+            path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                _save(draw_maps(run, data_dir=data_dir), path)
+        except (OSError, ValueError, ImportError) as error:
+            failed[caption] = error
+        else:
+            figures[caption] = path
     return figures, failed
 
 
