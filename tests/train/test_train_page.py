@@ -77,6 +77,14 @@ class TestFigures:
         (run / "final/model.safetensors").unlink()
         assert figures.draw_figures(collect([tmp_path]), tmp_path / "out") == ({}, {})
 
+    def test_a_row_without_a_folder_has_none(self, tmp_path, monkeypatch):
+        """Not that of the run in the current folder, nor its curves."""
+        run = self.write_model(tmp_path / "runs", "w")
+        rows = [{**row, "folder": ""} for row in collect([tmp_path / "runs"])]
+        monkeypatch.chdir(run)
+        assert figures.draw_figures(rows, tmp_path / "out") == ({}, {})
+        assert '"curves": {}' in summary.page(rows, {})
+
     def test_damaged_weights_cost_no_table(self, tmp_path):
         self.write_model(tmp_path, "damaged")
         drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")

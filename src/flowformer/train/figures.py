@@ -18,7 +18,7 @@ from ..models.base import WEIGHTS_FILE
 from .config import TrainConfig, load
 from .evaluation import dataset_size, open_run
 from .record import CONFIG
-from .results import Row
+from .results import Row, has_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ def draw_figures(
     for row in rows:
         run = Path(row["folder"])
         weights = run / "final" / WEIGHTS_FILE
-        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and weights.is_file()
+        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and has_folder(row) and weights.is_file()
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
         if not drawable or caption in figures or caption in failed:
