@@ -84,4 +84,4 @@ def random_cases(task):
         timesteps=torch.arange(12).expand(8, -1),
         mask=torch.arange(12) < torch.randint(1, 13, (8, 1), generator=g),
     )
-    return columns, model, {"num_features": 3, "num_actions": 2}
+    return columns, model, {"num_features": 3, "num_actions": 2, "environment": "Hopper-v4"}

@@ -146,6 +146,15 @@ class TestD4RL:
         with pytest.raises(ValueError, match="episode 0 has no steps"):
             Windows([empty], 3)
 
+    @pytest.mark.parametrize("sizes", [(5, 4, 4), (4, 3, 4), (4, 4, 3)])
+    def test_windows_need_a_state_and_an_action_for_each_reward(self, sizes):
+        """Minari has one state more, which would shift the states of all later episodes."""
+        states, actions, rewards = sizes
+        whole = Episode(np.zeros((4, 2)), np.zeros((4, 1)), np.zeros(4), True)
+        odd = Episode(np.zeros((states, 2)), np.zeros((actions, 1)), np.zeros(rewards), True)
+        with pytest.raises(ValueError, match=f"episode 1 has {states} states, {actions} actions and {rewards} rewards"):
+            Windows([whole, odd], 3)
+
     def test_a_file_that_is_not_whole_is_refused_or_labelled(self, folder, monkeypatch):
         name = "hopper-medium-replay"
         with pytest.raises(data.DamagedDataError, match=r"it has 9 steps, the published data has 402,000"):

@@ -77,10 +77,29 @@ class TestFigures:
         (run / "final/model.safetensors").unlink()
         assert figures.draw_figures(collect([tmp_path]), tmp_path / "out") == ({}, {})
 
+    def test_a_row_without_a_folder_has_none(self, tmp_path, monkeypatch):
+        """Not that of the run in the current folder, nor its curves."""
+        run = self.write_model(tmp_path / "runs", "w")
+        rows = [{**row, "folder": ""} for row in collect([tmp_path / "runs"])]
+        monkeypatch.chdir(run)
+        assert figures.draw_figures(rows, tmp_path / "out") == ({}, {})
+        assert '"curves": {}' in summary.page(rows, {})
+
     def test_damaged_weights_cost_no_table(self, tmp_path):
         self.write_model(tmp_path, "damaged")
         drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
         assert (drawn, [str(error) for error in failed.values()]) == ({}, ["the weights are damaged"])
+
+    @pytest.mark.parametrize("content", [None, "", "{}"])
+    def test_a_damaged_config_costs_no_table(self, tmp_path, content):
+        """The rows are from a CSV; the folder of the run is of another version, or was copied in part."""
+        run = self.write_model(tmp_path / "runs", "w")
+        rows = collect([tmp_path / "runs"])
+        (run / "config.json").unlink() if content is None else (run / "config.json").write_text(content)
+        drawn, failed = figures.draw_figures(rows, tmp_path / "out")
+        assert not drawn
+        assert all("config.json" in str(error) for error in failed.values())
+        assert len(failed) == 1
 
 
 def test_speeds_are_drawn(tmp_path):

@@ -310,8 +310,11 @@ UPDATES = {"kind": "train", "step": 30, "epoch": 1.5, "loss": 0.5}
         ({"steps": None, "epochs": 6}, [UPDATES], 0.25),
         ({"options": {"steps": 60}}, [UPDATES] * 200, 0.5),
         ({"steps": 40}, [], 0.0),
+        ({"options": {}}, [{"kind": "eval", "split": "test", "step": 0, "accuracy": 0.9}], 0.0),
+        ({"steps": 40}, [30], 0.0),
+        ([], [UPDATES], 0.0),
     ],
-    ids=["updates", "epochs", "method", "starting"],
+    ids=["updates", "epochs", "method", "starting", "method without updates", "damaged log", "damaged config"],
 )
 def test_share_of_a_run_that_is_done(tmp_path, config, records, share):
     assert reproduce.share_done(tmp_path) == 0

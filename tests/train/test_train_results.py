@@ -142,6 +142,8 @@ class TestCollect:
             text.partition('id="data"')[0],
             text.replace('"runs"', "runs"),
             text.replace('"runs"', '"r"'),
+            text.replace('"facts"', '"f"'),
+            text.replace('"curves"', '"c"'),
             '<script type="application/json" id="data">[1]</script>',
         ):
             page.write_text(damaged)

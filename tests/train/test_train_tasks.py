@@ -117,7 +117,9 @@ def test_a_missing_simulator_is_said_before_the_updates(monkeypatch):
         tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment="Hopper-v4")))
 
 
-def test_an_environment_without_target_returns_is_refused_before_the_updates():
+@pytest.mark.parametrize("environment", ["Ant-v5", ""], ids=["unknown", "none"])
+def test_an_environment_without_target_returns_is_refused_before_the_updates(environment):
+    """A dataset of minari need not name an environment."""
     cases, _, _ = random_cases("decision")
-    with pytest.raises(ValueError, match=r"no target and reference returns for 'Ant-v5'"):
-        tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment="Ant-v5")))
+    with pytest.raises(ValueError, match=rf"no target and reference returns for '{environment}'"):
+        tasks.get("decision").check_data(Splits(cases, None, cases, DataInfo("tiny", "0", environment=environment)))

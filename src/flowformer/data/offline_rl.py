@@ -112,6 +112,12 @@ def _check_episodes(episodes: list[Episode]) -> None:
     for number, episode in enumerate(episodes):
         if not len(episode.rewards):
             raise ValueError(f"episode {number} has no steps. Leave it out.")
+        sizes = [len(part) for part in (episode.states, episode.actions, episode.rewards)]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"episode {number} has {sizes[0]} states, {sizes[1]} actions and {sizes[2]} rewards; accepted: as many "
+                "of each, so without the state after the last action."
+            )
         for part in ("states", "actions", "rewards"):
             if not np.isfinite(getattr(episode, part)).all():
                 raise ValueError(f"the {part} of episode {number} hold NaN or infinite numbers. Leave it out.")

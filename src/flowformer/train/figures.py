@@ -18,7 +18,7 @@ from ..models.base import WEIGHTS_FILE
 from .config import TrainConfig, load
 from .evaluation import dataset_size, open_run
 from .record import CONFIG
-from .results import Row
+from .results import Row, has_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ def draw_figures(
         data_dir: the folder of all data sets.
 
     Returns: the images by their captions, empty if matplotlib is not installed; and the errors of figures whose data,
-    model or package is missing or damaged, by their captions.
+    config, model or package is missing or damaged, by their captions.
     """
     figures: dict[str, Path] = {}
     failed: dict[str, Exception] = {}
@@ -107,23 +107,23 @@ def draw_figures(
     for row in rows:
         run = Path(row["folder"])
         weights = run / "final" / WEIGHTS_FILE
-        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and weights.is_file()
-        if not drawable or load(run / CONFIG).task not in ("series", "images"):
-            continue
+        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and has_folder(row) and weights.is_file()
         differing = f", {row['overrides']}" if row["overrides"] else ""
         caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
-        if caption in figures or caption in failed:
+        if not drawable or caption in figures or caption in failed:
             continue
-        # runs in different places may have the same name, and another run may have taken the place of an earlier one
-        path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _save(draw_maps(run, data_dir=data_dir), path)
-            except (OSError, ValueError, ImportError) as error:
-                failed[caption] = error
+        try:
+            if load(run / CONFIG).task not in ("series", "images"):
                 continue
-        figures[caption] = path
+            # runs in different places may have the same name, and another run may have replaced an earlier one
+            path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                _save(draw_maps(run, data_dir=data_dir), path)
+        except (OSError, ValueError, ImportError) as error:
+            failed[caption] = error
+        else:
+            figures[caption] = path
     return figures, failed
 
 

@@ -402,10 +402,10 @@ def share_done(folder: Path) -> float:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
             last = json.loads(log.read().splitlines()[-1])
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, IndexError):
+        updates = config.get("steps") or config.get("options", {}).get("steps")
+        return last["step"] / updates if updates else last["epoch"] / config["epochs"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no damaged file may end the queue
         return 0.0
-    updates = config.get("steps") or config.get("options", {}).get("steps")
-    return last["step"] / updates if updates else last["epoch"] / config["epochs"]
 
 
 def _restart(job: Job) -> str:

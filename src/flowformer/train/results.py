@@ -108,7 +108,7 @@ def collect(sources: Iterable[Path]) -> list[Row]:
         for row in _rows(source):
             first = collected.setdefault(identity(row), row)
             # if the same run is both a row of a file and a folder, keep the folder
-            if not _has_folder(first) and _has_folder(row):
+            if not has_folder(first) and has_folder(row):
                 first.update(row)
     return sorted(collected.values(), key=lambda row: (row["recipe"], row["attention"], row["overrides"], row["seed"]))
 
@@ -132,7 +132,8 @@ def is_page(source: Path) -> bool:
     return source.suffix == ".html" and not source.is_dir()
 
 
-def _has_folder(row: Row) -> bool:
+def has_folder(row: Row) -> bool:
+    """Whether the folder of a run is there."""
     return row["folder"] != "" and Path(row["folder"]).is_dir()  # Path("") is the current folder
 
 

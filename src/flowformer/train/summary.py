@@ -18,7 +18,7 @@ from typing import Any
 from .._utils import write_atomically
 from .recipes import PUBLISHED
 from .record import LOG, read_log
-from .results import Row, identity, is_arithmetic, is_page, same_experiment, write_csv
+from .results import Row, has_folder, identity, is_arithmetic, is_page, same_experiment, write_csv
 from .tables import DATA_OPTIONS, FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
@@ -460,7 +460,7 @@ def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] =
             "facts": {name: str(value) for name, value in row.items() if value not in (None, "")},
             "curves": (
                 curves(read_log(Path(row["folder"])))
-                if (Path(row["folder"]) / LOG).is_file()
+                if has_folder(row) and (Path(row["folder"]) / LOG).is_file()
                 else kept.get(identity(row), {})
             ),
         }

@@ -266,9 +266,9 @@ class Decision(Task):
 
     def check_data(self, splits: Splits) -> None:
         super().check_data(splits)
-        if splits.info.environment:  # what cannot be played or scored raises here, not at the first evaluation
-            environment_of(splits.info.environment)
-            environments(splits.info.environment, 1).close()
+        # what cannot be played or scored raises here, not at the first evaluation
+        environment_of(splits.info.environment)
+        environments(splits.info.environment, 1).close()
 
     def arguments(self, batch: Batch) -> list[Tensor | None]:
         returns, *others = super().arguments(batch)

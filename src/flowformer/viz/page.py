@@ -67,7 +67,8 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     """Return the runs of a page, as `results_page` took them."""
     data = _DATA.search(path.read_text(encoding="utf-8", errors="replace"))
     try:
-        return json.loads(data[1] if data else "")["runs"]
+        runs = json.loads(data[1] if data else "")["runs"]
+        return [{"name": run["name"], "facts": {**run["facts"]}, "curves": {**run["curves"]}} for run in runs]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no page of results, or damaged. Accepted: a results.html of flowformer results --out."
