@@ -16,6 +16,7 @@ from helpers import ROOT
 
 from flowformer.train import recipes, summary
 from flowformer.train.config import to_dict
+from flowformer.train.methods.config import configure
 from flowformer.train.overrides import override
 from flowformer.train.results import collect, differences, write_csv
 
@@ -61,6 +62,12 @@ class TestDifferences:
         }
         assert differences(fields) == ["data_options.version=v5sac"]
         assert differences({**fields, "episodes": 1}) == ["data_options.version=v5sac", "final_episodes=1"]
+
+    def test_the_order_of_options_is_no_difference(self):
+        """Their runs have the same folder, and belong into the same table."""
+        options = ["hidden_dim=64", "best=0.1"]
+        both = [configure("d4rl/hopper-medium", "bc", order).to_dict() for order in (options, options[::-1])]
+        assert differences(both[0]) == differences(both[1])
 
 
 class TestCollect:

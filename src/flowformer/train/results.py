@@ -203,7 +203,7 @@ def differences(fields: dict[str, Any]) -> list[str]:
             "episodes": recipe.final_episodes,
         }
         default, actual = (
-            {f"{part}.{key}": value for part in ("options", "data_options") for key, value in source[part].items()}
+            {f"{part}.{key}": source[part][key] for part in ("options", "data_options") for key in sorted(source[part])}
             | {"final_episodes": source["episodes"]}
             for source in (defaults, fields)
         )
