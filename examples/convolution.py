@@ -31,9 +31,11 @@ class Convolved(nn.Module):
         with torch.no_grad():
             self.convolution.weight[..., -1] += 1  # at first nearly the token itself
 
-    def forward(self, query, **masks):
+    def forward(self, query, key_mask=None):
+        if key_mask is not None:
+            query = query.masked_fill(~key_mask[..., None], 0)  # padding before a sequence is not its past
         past = self.convolution.kernel_size[0] - 1
-        return self.attention(self.convolution(F.pad(query.mT, (past, 0))).mT, **masks)
+        return self.attention(self.convolution(F.pad(query.mT, (past, 0))).mT, key_mask=key_mask)
 
 
 def main():
@@ -50,20 +52,23 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text = torch.frombuffer(bytearray(options.file.read_bytes()), dtype=torch.uint8).to(device, torch.long)
     train, test = text.split([len(text) * 95 // 100, len(text) - len(text) * 95 // 100])
+    if len(test) < options.length:
+        parser.error(f"the last 5 % of the file are {len(test)} bytes, fewer than --length {options.length}.")
     sizes = {"embed_dim": options.embed_dim, "num_heads": 4, "mlp_dim": 4 * options.embed_dim}
-    model = FlowformerLM(LMConfig(vocab_size=256, num_layers=3, attention=options.attention, **sizes))
+    config = LMConfig(vocab_size=256, num_layers=3, max_length=options.length, attention=options.attention, **sizes)
+    model = FlowformerLM(config)
     if options.width:
         for layer in model.decoder.layers:
             layer.attention = Convolved(layer.attention, options.width)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = options.steps // 4
+    warmup = max(1, options.steps // 4)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
     )
     window = torch.arange(options.length, device=device)
     for step in range(1, options.steps + 1):
-        starts = torch.randint(len(train) - options.length, (4096 // options.length, 1), device=device)
+        starts = torch.randint(len(train) - options.length, (max(1, 4096 // options.length), 1), device=device)
         with torch.autocast(device, torch.bfloat16):
             loss = model.loss(train[starts + window])
         loss.backward()

@@ -227,6 +227,16 @@ def test_large_inputs(case, is_causal):
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize(("case", "is_causal"), FORMS)
+def test_vmap_is_a_loop(case, is_causal):
+    module = trained(case)
+    inputs = [torch.stack(x) for x in zip(inputs_of(13), inputs_of(13, seed=1), strict=True)]
+    # torch warns that fused kernels are slow under vmap
+    with sdpa_kernel(SDPBackend.MATH):
+        found = torch.vmap(lambda *x: module(*x, is_causal=is_causal))(*inputs)
+    close(found, torch.stack([module(*x, is_causal=is_causal) for x in zip(*inputs, strict=True)]))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_state_dict_round_trip(case):
     is_causal, inputs = case not in BIDIRECTIONAL, inputs_of(30)

@@ -482,6 +482,9 @@ def test_example_with_a_convolution(tmp_path, monkeypatch, capsys):
     changed[:, 6:] += 1
     assert torch.equal(layer(tokens)[:, :6], layer(changed)[:, :6])
     assert not torch.allclose(layer(tokens)[:, 6], layer(changed)[:, 6])
+    # padding before a sequence is not read as its past
+    mask = torch.arange(10)[None] >= 4
+    torch.testing.assert_close(layer(tokens, key_mask=mask)[:, 4:], layer(tokens[:, 4:]))
     text = tmp_path / "text"
     text.write_bytes(b"0123456789" * 800)
     monkeypatch.setattr(sys, "argv", ["convolution.py", str(text), "--length=32", "--steps=12", "--embed-dim=32"])
@@ -490,3 +493,14 @@ def test_example_with_a_convolution(tmp_path, monkeypatch, capsys):
     bits = [float(line.split()[2]) for line in updates]
     assert bits[-1] < bits[0] - 1
     assert float(evaluation.split()[1]) < bits[-1]
+    # a few updates of an attention that needs the longest sequence
+    sys.argv[-2:] = ["--steps=3", "--attention=cosformer"]
+    example["main"]()
+    assert capsys.readouterr().out.startswith("update 1: ")
+    # refused before it trains
+    sys.argv[2:] = ["--length=512"]
+    with pytest.raises(SystemExit):
+        example["main"]()
+    output = capsys.readouterr()
+    assert not output.out
+    assert "the last 5 % of the file are 400 bytes, fewer than --length 512" in output.err

@@ -451,6 +451,7 @@ def test_packed_sequences_are_a_loop_over_them(is_causal, rotary_base):
     result = attention(x, cu_seqlens=torch.tensor(bounds), max_seqlen=7)
     for start, stop in pairwise(bounds):
         torch.testing.assert_close(result[:, start:stop], attention(x[:, start:stop]))
+    assert result.shape == x.shape
     assert (result[:, 10:] == attention.out_proj.bias).all()
 
 
@@ -466,6 +467,7 @@ def test_packed_sequences_of_a_rival_are_a_loop_over_them(name, is_causal):
     result = attention(x, cu_seqlens=torch.tensor(bounds), max_seqlen=7)
     for start, stop in pairwise(bounds):
         torch.testing.assert_close(result[:, start:stop], attention(x[:, start:stop]))
+    assert result.shape == x.shape
     assert (result[:, 10:] == attention.out_proj.bias).all()
 
 
@@ -547,14 +549,32 @@ def test_softmax_attends_within_packed_sequences_where_flash_attention_runs(monk
     assert SoftmaxAttention().attends_packed(heads, heads, [4, 5]) == (capability >= (8, 0) and is_on)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "widths", "lengths"),
+    [
+        (torch.float32, (64, 64), [4, 5]),
+        (torch.float16, (60, 60), [4, 5]),
+        (torch.float16, (264, 264), [4, 5]),
+        (torch.float16, (64, 32), [4, 5]),
+        (torch.float16, (64, 64), [9, 0]),
+        (torch.float16, (64, 64), []),
+    ],
+)
+def test_softmax_pads_what_flash_attention_does_not_take(monkeypatch, dtype, widths, lengths):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: True)
+    query, value = (SimpleNamespace(is_cuda=True, device="cuda:0", dtype=dtype, shape=(1, 4, 9, x)) for x in widths)
+    assert not SoftmaxAttention().attends_packed(query, value, lengths)
+
+
 def test_lengths_are_read_for_each_call_on_a_cpu():
     """Where bounds may share memory with a NumPy array."""
     attention, x = RivalAttention(16, 4, name="linear"), torch.randn(1, 9, 16)
     bounds = np.array([0, 3, 9])
     shared = torch.from_numpy(bounds)
     attention(x, cu_seqlens=shared)
-    bounds[1] = 5
-    torch.testing.assert_close(attention(x, cu_seqlens=shared)[:, :5], attention(x[:, :5]))
+    bounds[1] = 1  # the second sequence is longer than those before
+    torch.testing.assert_close(attention(x, cu_seqlens=shared)[:, 1:], attention(x[:, 1:]))
 
 
 @pytest.mark.parametrize("name", ["flow", "linear"])

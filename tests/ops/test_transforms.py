@@ -16,6 +16,16 @@ def close(value, truth, tolerance=1e-12):
     torch.testing.assert_close(value, truth, rtol=tolerance, atol=tolerance)
 
 
+class Blocked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
 @KINDS
 class TestAutocast:
     @BACKENDS
@@ -180,6 +190,16 @@ class TestFunctionTransforms:
 
         for value, truth in zip(with_gradients(checkpointed, inputs), with_gradients(attend, inputs), strict=True):
             assert torch.equal(value, truth)
+
+    @pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+    def test_no_gradient_of_the_result(self, is_causal, backend):
+        """Behind a function whose backward pass returns None, autograd passes None instead of zeros."""
+        inputs = [x.requires_grad_() for x in random_inputs()]
+        blocked = Blocked.apply(flow_attention(*inputs, is_causal=is_causal, backend=backend))
+        grads = torch.autograd.grad(blocked.sum() + inputs[0].sum(), inputs, materialize_grads=True)
+        assert torch.equal(grads[0], torch.ones_like(grads[0]))
+        assert not grads[1].any()
+        assert not grads[2].any()
 
     def test_meta_tensors(self, is_causal):
         """Shapes without numbers, as large models are first built."""

@@ -108,7 +108,8 @@ class ReformerAttention(BlockMechanism):
         # a pair that meets in n rounds is in the merged softmax n times: subtract log n from its logits
         times_met = torch.zeros(seen.shape, device=query.device, dtype=dtype)
         for nth in range(self.rounds):
-            times_met += self.meet(chunks(location[:, :, nth, None]), is_causal)
+            # not in place, which fails under vmap: the zeros are shared by all its examples
+            times_met = times_met + self.meet(chunks(location[:, :, nth, None]), is_causal)
         itself = own_location[..., 1, None] == neighbours(own_location, 1, 0)[..., None, :, 1]
         logits = q @ k.mT * q.shape[-1] ** -0.5 - times_met.clamp_min(1).log() - SELF_PENALTY * itself
         empty = ~seen.any(-1, keepdim=True)

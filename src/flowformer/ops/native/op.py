@@ -144,8 +144,10 @@ class _Bidirectional(torch.autograd.Function):
         return result, kept
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *tensors, powers, kept = ctx.saved_tensors
+        if grad is None:  # from a function whose backward pass returns None
+            return (None,) * (len(tensors) + 1 + len(ctx.options))
         *grads, grad_powers = differentiate(native_bidirectional_backward, grad, *tensors, powers, kept, *ctx.options)
         no_masks, no_bounds, no_options = (None, None), (None, None), (None,) * len(ctx.options)
         return *grads, *no_masks, *no_bounds, None if powers is None else grad_powers, *no_options
