@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from helpers import VARIANTS, oracle, randomized, with_gradients
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from flowformer import FlowAttention, FlowState, FlowVariant, flow_maps
 from flowformer.baselines.softmax import SoftmaxAttention
@@ -527,6 +529,21 @@ def test_softmax_within_packed_sequences_on_a_gpu(is_causal, head_dim):
         result = attention(x, cu_seqlens=bounds, max_seqlen=400)
     assert not unpack.called
     assert (result - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_checkpoints_of_softmax_within_packed_sequences_on_a_gpu():
+    """The nested tensors inside are computed again in the backward pass."""
+    torch.manual_seed(0)
+    attention = RivalAttention(64, 4, name="softmax").cuda()
+    x, bounds = torch.randn(1, 700, 64, device="cuda", requires_grad=True), torch.tensor([0, 300, 700], device="cuda")
+    gradients = []
+    for forward in (attention, partial(checkpoint, attention, use_reentrant=False)):
+        with torch.autocast("cuda", torch.bfloat16):
+            result = forward(x, cu_seqlens=bounds, max_seqlen=400)
+        gradients.append(torch.autograd.grad(result.float().square().sum(), x)[0])
+    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
 
 
 @pytest.mark.gpu
