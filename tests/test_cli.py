@@ -320,6 +320,7 @@ class TestLists:
     def test_recipes(self):
         assert json.loads(flowformer("recipes", "--json")) == names()
         assert "lra/text" in flowformer("recipes")
+        assert all(f" {name} " in flowformer("recipes") for name in names()), "a name is cut off"
         shown = flowformer("recipes", "lra/text")
         assert "model.attention" in shown
         assert "released code cuts reviews at 1000 bytes" in shown
