@@ -249,6 +249,10 @@ class TestWords:
         assert message in output
         assert not list(tmp_path.iterdir()), "nothing is claimed for what cannot be made"
 
+    def test_prepare_of_a_set_that_is_not_generated(self, tmp_path):
+        output = flowformer("data", "prepare", "lra/text", "--data", tmp_path, fails=True)
+        assert "flowformer data list says where to get the others" in output
+
     def test_prepare_where_other_data_is(self, tmp_path):
         few = 'sizes={"train": 2, "val": 1, "test": 1}'
         flowformer("data", "prepare", "lra/listops", few, "workers=1", "--data", tmp_path)
