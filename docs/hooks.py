@@ -23,11 +23,13 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Make links of those pages, which are relative to the repository, relative to the site."""
+    """Make links that are relative to the repository relative to the site, which has results/ beside these pages."""
     name = page.file.src_uri
     if name in PAGES:
         return LINK.sub(lambda link: _link(link, ""), markdown)
-    return LINK.sub(lambda link: _link(link, "../"), markdown) if name.startswith("results/") else markdown
+    if name.startswith("results/"):
+        return LINK.sub(lambda link: _link(link, "../"), markdown)
+    return markdown.replace("](../results/", "](results/")
 
 
 def _link(link, up):

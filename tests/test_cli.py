@@ -249,6 +249,10 @@ class TestWords:
         assert message in output
         assert not list(tmp_path.iterdir()), "nothing is claimed for what cannot be made"
 
+    def test_prepare_of_a_set_that_is_not_generated(self, tmp_path):
+        output = flowformer("data", "prepare", "lra/text", "--data", tmp_path, fails=True)
+        assert "flowformer data list says where to get the others" in output
+
     def test_prepare_where_other_data_is(self, tmp_path):
         few = 'sizes={"train": 2, "val": 1, "test": 1}'
         flowformer("data", "prepare", "lra/listops", few, "workers=1", "--data", tmp_path)
@@ -320,6 +324,7 @@ class TestLists:
     def test_recipes(self):
         assert json.loads(flowformer("recipes", "--json")) == names()
         assert "lra/text" in flowformer("recipes")
+        assert all(f" {name} " in flowformer("recipes") for name in names()), "a name is cut off"
         shown = flowformer("recipes", "lra/text")
         assert "model.attention" in shown
         assert "released code cuts reviews at 1000 bytes" in shown

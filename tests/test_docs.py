@@ -60,6 +60,14 @@ def test_code_of_the_other_pages_is_run():
         assert name in tests
 
 
+def test_links_lead_to_files_of_the_repository():
+    """The site moves some files, so that its build checks other targets than those that a reader of the files sees."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "results").glob("*.md")]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
 def test_picture_is_up_to_date():
     drawn = runpy.run_path(str(ROOT / "docs" / "flow_picture.py"))["draw"]()
     assert drawn == (ROOT / "docs" / "flow.svg").read_text(), "run python docs/flow_picture.py"

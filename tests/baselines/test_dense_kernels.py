@@ -13,7 +13,7 @@ from attentions import CROSS, DIM, FORMS, HEADS, build, with_all_gradients
 from helpers import random_inputs, randomized, relative_error, with_gradients
 
 from flowformer import baselines
-from flowformer.baselines import nystromformer, performer, soft, yoso
+from flowformer.baselines import linformer, nystromformer, performer, soft, yoso
 from flowformer.baselines.decay import decayed_product
 
 # Dense formulas of one sequence without padding: every N × M number is written down. They take the module for its
@@ -209,11 +209,17 @@ def test_bad_options():
     for kind in (nystromformer.NystromformerAttention, soft.SoftAttention):
         with pytest.raises(ValueError, match="landmarks must be a positive whole number, got 0"):
             kind(num_heads=HEADS, landmarks=0)
+        with pytest.raises(ValueError, match="steps must be a positive whole number, got -1"):
+            kind(num_heads=HEADS, steps=-1)
     for kind in (nystromformer.NystromformerAttention, yoso.YosoAttention, soft.SoftAttention):
         with pytest.raises(ValueError, match="positive odd width or None, got 4"):
             kind(num_heads=HEADS, convolution=4)
     with pytest.raises(ValueError, match="a convolution has a kernel for each head; pass num_heads"):
         yoso.YosoAttention(convolution=3)
+    with pytest.raises(ValueError, match="hashes must be a positive whole number, got 0"):
+        yoso.YosoAttention(hashes=0)
+    with pytest.raises(ValueError, match="rank must be a positive whole number, got -3"):
+        linformer.LinformerAttention(max_length=9, rank=-3)
     with pytest.raises(ValueError, match="landmark_norm has a weight for each feature of a head; pass head_dim"):
         soft.SoftAttention(num_heads=HEADS, landmark_norm=True)
     inputs = random_inputs(heads=HEADS, dim=DIM)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._utils import check_positive
 from .registry import Mechanism, register
 from .tokens import check_length, packed, required_length, valid
 
@@ -37,6 +38,7 @@ class LinformerAttention(Mechanism):
         self, *, max_length: int | None = None, rank: int = 256, shared: bool = True, **sizes: int | None
     ) -> None:
         super().__init__(**sizes)
+        check_positive(rank=rank)
         self.max_length = required_length(self.name, max_length)
         self.projection = nn.Parameter(torch.empty(1 if shared else 2, self.max_length, rank))
         for projection in self.projection:

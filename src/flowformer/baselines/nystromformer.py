@@ -41,7 +41,7 @@ class NystromformerAttention(Mechanism):
         self, *, num_heads: int, landmarks: int = 64, steps: int = 6, convolution: int | None = 35, **sizes: int | None
     ) -> None:
         super().__init__(**sizes)
-        check_positive(landmarks=landmarks)
+        check_positive(landmarks=landmarks, steps=steps)
         self.landmarks = landmarks
         self.steps = steps
         self.convolution = None if convolution is None else convolution_weight(num_heads, convolution)

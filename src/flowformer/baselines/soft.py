@@ -54,7 +54,7 @@ class SoftAttention(Mechanism):
         **sizes: int | None,
     ) -> None:
         super().__init__(**sizes)
-        check_positive(landmarks=landmarks)
+        check_positive(landmarks=landmarks, steps=steps)
         self.landmarks = landmarks
         self.steps = steps
         self.landmark_norm = None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .._utils import check_positive
 from .convolution import convolution_weight, convolve
 from .registry import Mechanism, register
 from .tokens import valid
@@ -49,6 +50,7 @@ class YosoAttention(Mechanism):
         self, *, num_heads: int | None = None, hashes: int = 9, convolution: int | None = None, **sizes: int | None
     ) -> None:
         super().__init__(**sizes)
+        check_positive(hashes=hashes)
         self.hashes = hashes
         self.convolution = None
         if convolution is not None:

@@ -8,7 +8,7 @@ import platform
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from .app import Json, app, command, console
 
@@ -26,7 +26,7 @@ def list_recipes(
         if as_json:
             print(json.dumps(recipes.names()))
             return
-        table = Table("recipe", "what it is", "updates or epochs", "batch")
+        table = Table(Column("recipe", no_wrap=True), "what it is", "updates or epochs", "batch")
         for each in recipes.names():
             config = recipes.get(each)
             length = f"{config.steps:,} updates" if config.steps is not None else f"{config.epochs} epochs"
@@ -38,7 +38,7 @@ def list_recipes(
         print(json.dumps(to_dict(config)))
         return
     console.print(recipes.describe(name), highlight=False)
-    table = Table("key", "value")
+    table = Table(Column("key", no_wrap=True), "value")
     for key, value in keys(config).items():
         table.add_row(key, str(value))
     console.print(table)

@@ -108,7 +108,7 @@ def generator_options(name: str) -> list[str]:
     generators = {record.name: record.generator for record in RECORDS.values() if record.generator is not None}
     if name not in generators:
         raise ValueError(
-            f"only {' and '.join(generators)} are generated, got {name!r}{suggestion(name, generators)}. For any other "
-            "set, load says what to download."
+            f"only {' and '.join(generators)} are generated, got {name!r}{suggestion(name, generators)}; "
+            "flowformer data list says where to get the others."
         )
     return [option for option in inspect.getfullargspec(generators[name]).kwonlyargs if option != "progress"]
