@@ -227,7 +227,8 @@ class TestWords:
         assert "or train with data_options.partial=true to use what is there" in output
 
     def test_a_slip_in_data_is_not_hidden_by_the_copy_of_aeon(self, tmp_path):
-        for command in (["data", "check", "uea/JapaneseVowels"], ["train", "uea/JapaneseVowels", *TINY]):
+        train = ["train", "uea/JapaneseVowels", *TINY, "--out", tmp_path / "run"]
+        for command in (["data", "check", "uea/JapaneseVowels"], train):
             output = flowformer(*command, "--data", tmp_path / "tpyo", fails=True)
             assert f"UEA JapaneseVowels is missing: there is no {tmp_path}/tpyo/uea" in output
         listed = json.loads(flowformer("data", "list", "--json", "--data", tmp_path / "tpyo"))["sets"]

@@ -197,6 +197,7 @@ class TestList:
             (["uae"], "did you mean 'uea'"),
             (["uea", "--cells", "*Japanse*"], "no cell of uea matches '*Japanse*'"),
             (["uea", *CELL, "stepps=3"], "did you mean 'steps'"),
+            (["uea", "--cells", "*/dtw", "stepps=3"], "did you mean 'steps'"),
             (["uea", "--cells", "*/dtw", "*/lstm"], "'*/lstm' is no override; accepted: key=value"),
             (["uea", *CELL, "--minutes", "0"], "minutes must be more than 0"),
             (["uea", *CELL, "--minutes", "nan"], "minutes must be more than 0"),

@@ -137,6 +137,7 @@ class Cell:
         """
         chosen = self.assignments(overrides)
         if not self.is_attention:
+            override(recipes.get(self.recipe), overrides)  # raises for a key that the recipe does not have
             return configure(self.recipe, self.method.name, chosen, seed=seed)
         attention = f"attention={self.method.name}"
         return override(recipes.get(self.recipe), [attention, f"seed={seed}", *chosen])
