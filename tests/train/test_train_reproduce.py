@@ -145,6 +145,18 @@ class TestList:
         assert "missing data: UEA Heartbeat: 16 cells" in lines
         assert any("flowformer data list" in line for line in lines)
 
+    def test_minutes_that_are_left(self, tmp_path):
+        def left(*arguments):
+            return flowformer("reproduce", *arguments, "--list", "--out", tmp_path).splitlines()[-1]
+
+        cells = ["--cells", "uea/JapaneseVowels/*", "--seeds", 1]
+        assert "About 10 minutes are left on an H200, or 1 with eight runs" in left("uea", *cells)
+        assert "or 10 with eight runs" in left("speed"), "nothing runs beside a benchmark"
+        finished = tmp_path / "speed" / reproduce.SPEED
+        finished.parent.mkdir()
+        finished.touch()
+        assert "minutes" not in left("speed")
+
     def test_another_experiment_is_not_beside_the_paper(self, tmp_path):
         def papers(*overrides):
             chosen = {"cells": ["*/Handwriting/flow"], "overrides": overrides}

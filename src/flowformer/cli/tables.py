@@ -148,8 +148,10 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
         reasons.append(_HOW_TO_UNBLOCK)
     for text in (*reasons, *failures):
         console.print(text, soft_wrap=True, highlight=False)
-    left = sum(job.minutes for job in jobs if job.blocked is None and not job.is_done)
-    console.print(f"About {left:.0f} minutes are left on an H200, or {left / 8:.0f} with eight runs at the same time.")
+    todo = [job for job in jobs if job.blocked is None and not job.is_done]
+    if todo:
+        one, eight = (sum(job.minutes / (1 if job.alone else pack) for job in todo) for pack in (1, 8))
+        console.print(f"About {one:.0f} minutes are left on an H200, or {eight:.0f} with eight runs at the same time.")
 
 
 @command(app, "results")
