@@ -408,7 +408,7 @@ class TestCommand:
         assert (result["final"]["environment"], result["final"]["episodes"]) == ("Hopper-v4", 3)
         table = self.flowformer("results", folder / "run")
         assert f"| d4rl/hopper-medium | {name} | 0 | score | " in table
-        assert "options.steps=2 options.batch_size=8" in table
+        assert "options.batch_size=8 options.steps=2" in table
         assert "<br>paper" not in table, "it is not what the paper describes"
 
     @pytest.mark.parametrize(
