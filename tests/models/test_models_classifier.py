@@ -378,6 +378,13 @@ def test_weights_of_another_version(tmp_path):
         FlowformerClassifier.from_pretrained(tmp_path)
 
 
+def test_a_full_memory_is_no_misfit(tmp_path):
+    build().save_pretrained(tmp_path)
+    full = patch("safetensors.torch.load_model", side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with full, pytest.raises(torch.OutOfMemoryError):
+        FlowformerClassifier.from_pretrained(tmp_path)
+
+
 @torch.no_grad()
 def test_maps_of_each_layer():
     model = build()

@@ -86,9 +86,12 @@ class FlowModel(nn.Module):
             model.to(dtypes.pop())
         try:
             safetensors.load_model(model, str(folder / WEIGHTS_FILE), strict=True, device=str(device))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # names or shapes that differ
+            reason = str(error).rstrip(".")
             raise ValueError(
-                f"{folder / WEIGHTS_FILE} does not fit the model of {CONFIG_FILE}: {error}. Load it with the version "
+                f"{folder / WEIGHTS_FILE} does not fit the model of {CONFIG_FILE}: {reason}. Load it with the version "
                 "that wrote it, or train it again."
             ) from error
         return model.eval()
