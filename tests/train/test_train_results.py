@@ -11,10 +11,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from finished_runs import write_run
 from helpers import ROOT
 
-from flowformer.train import recipes, summary
+from flowformer.models.counts import count
+from flowformer.models.vision import FlowformerVision
+from flowformer.train import recipes, results, summary
 from flowformer.train.config import to_dict
 from flowformer.train.methods.config import configure
 from flowformer.train.overrides import override
@@ -236,3 +239,14 @@ class TestCollect:
             path.rename(path.with_name(".result.json.part"))
             break
         assert len(collect([vowels])) == len(rows) - 1
+
+
+def test_multiply_adds_include_the_products_between_tokens():
+    rows, counts = {}, {}
+    for name in ("flow", "softmax", "linear"):
+        config = override(recipes.get("cifar10"), [f"attention={name}"])
+        rows[name] = results._multiply_adds(config)
+        with torch.device("meta"):
+            counts[name] = count(FlowformerVision(config.model), torch.empty(1, 3, 32, 32))
+    assert rows == {name: each.total for name, each in counts.items()}
+    assert len(set(rows.values())) == 3

@@ -124,7 +124,7 @@ class TestTable:
         headings, [(_, [score, *sizes])] = the(collect([tmp_path]), "imagenet").grid()
         assert headings == ["top-1", "top-5", "parameters, M", "FLOPs, G"]
         assert score.texts == ["80.00", "paper 80.6, -0.60"]
-        assert sizes == [["95.0", "paper 94.9"], ["43.3", "paper 41"], ["6.8", "paper 6.3"]]
+        assert sizes == [["95.0", "paper 94.9"], ["43.3", "paper 41"], ["6.9", "paper 6.3"]]
 
     def test_sizes_of_several_models(self, tmp_path):
         for model, parameters in (("b", 86_567_656), ("l", 304_326_632)):

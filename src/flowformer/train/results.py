@@ -248,7 +248,7 @@ def _row(run: Path) -> Row:
 
 
 def _multiply_adds(config: TrainConfig) -> int | None:
-    """Multiply-adds for one image; None for other tasks, whose inputs have no fixed length."""
+    """All multiply-adds for one image; None for other tasks, whose inputs have no fixed length."""
     if config.task != "images":
         return None
     from . import tasks  # here, since it imports torchmetrics, which imports matplotlib
@@ -257,7 +257,7 @@ def _multiply_adds(config: TrainConfig) -> int | None:
     rows, columns = size if isinstance(size, tuple) else (size, size)
     with torch.device("meta"):
         model = tasks.get(config.task).build(config)
-    return count(model, torch.empty(1, 3, rows, columns)).layers
+    return count(model, torch.empty(1, 3, rows, columns)).total
 
 
 def _typed(row: Row) -> Row:

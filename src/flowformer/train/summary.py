@@ -360,7 +360,11 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[st
         if values:
             paper = cell.paper(figure) if comparable else None
             heading = _heading(cell.table, cell.column, figure)
-            shown[heading] = [f"{Score.of(values).mean:.1f}", *([] if paper is None else [f"paper {paper}"])]
+            mean = Score.of(values).mean
+            shown[heading] = [
+                f"{mean:.1f}" if mean >= 1 else f"{mean:.3f}",
+                *([] if paper is None else [f"paper {paper}"]),
+            ]
     return shown
 
 
