@@ -374,3 +374,14 @@ def test_measured_bits_of_a_byte():
     assert f"| bits per byte | {' | '.join(f'{each:.3f}' for each in bits.values())} |" in page
     ratios = (f"{bits[name] / bits['softmax']:.2f}" for name in ("flow", "linear"))
     assert f"| relative to softmax | {' | '.join(ratios)} | 1 |" in page
+
+
+def test_measured_images():
+    lines = measured("cifar10", "schedule.warmup=100 epochs=5")
+    names = {"Full Attn.": "softmax", "Flowformer": "flow", "Linear Trans.": "linear attention"}
+    scores = {names.get(label, label): line.cells["accuracy"].score.mean for label, line in lines.items()}
+    line = evidence("Images: better than the Transformer")
+    assert all(f"{score:.1f} with {name}" in line for name, score in scores.items())
+    assert f"difference is {100 * sqrt(2 * 0.5 * 0.5 / 10_000):.1f}" in line
+    printed = ", ".join(str(paper_score("imagenet/hierarchical", name)) for name in ("flow", "softmax", "cosformer"))
+    assert f"cosFormer far behind (ImageNet: {printed})" in line
