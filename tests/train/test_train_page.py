@@ -56,6 +56,22 @@ class TestFigures:
             True,
         ]
 
+    def test_attentions_are_compared(self, tmp_path, monkeypatch):
+        """Those of the paper's figure, in its order, as far as they have run on the same terms."""
+        compared = []
+        monkeypatch.setattr(figures, "draw_comparison", lambda runs, data_dir: compared.append(runs) or Figure((1, 1)))
+        options = [{"attention": name} for name in ("cosformer", "flow", "linear", "performer")]
+        options.append({"attention": "softmax", "overrides": ["epochs=3"]})
+        runs = [self.write_model(tmp_path, f"w{i}", **each) for i, each in enumerate(options)]
+        drawn, failed = figures.draw_figures(collect([tmp_path]), tmp_path / "out")
+        assert not failed
+        assert [caption.partition(": ")[2] for caption in drawn] == [
+            "competition and allocation of the last layer",
+            "weights of the sources in the last layer",
+        ]
+        assert compared == [[runs[1], runs[2], runs[0]]]
+        assert len(set(drawn.values())) == 2
+
     def test_half_an_image_is_none(self, tmp_path, monkeypatch):
         """As on a full disk: it would never be drawn again."""
         self.write_model(tmp_path, "w")

@@ -180,6 +180,11 @@ class TestList:
         finally:
             reproduce._missing_data.cache_clear()
 
+    def test_methods_take_no_options_of_an_attention(self, tmp_path):
+        cells = ["uea/JapaneseVowels/reformer", "uea/JapaneseVowels/dtw"]
+        planned = reproduce.jobs("uea", tmp_path, cells=cells, seeds=1, overrides=["attention_options.rounds=2"])
+        assert [any("rounds" in word for word in job.command) for job in planned] == [False, True]
+
     def test_nothing_can_run(self, tmp_path):
         cells = ["--cells", "uea/Heartbeat/*", "--data", tmp_path, "--out", tmp_path / "queue"]
         shown = flowformer("reproduce", "uea", *cells, fails=True)

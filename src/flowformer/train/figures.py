@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from .config import TrainConfig, load
 from .evaluation import dataset_size, open_run
 from .record import CONFIG
 from .results import Row, has_folder
+from .tables import FIGURES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,9 +89,9 @@ def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tupl
 def draw_figures(
     rows: list[Row], folder: Path, data_dir: str | Path | None = None
 ) -> tuple[dict[str, Path], dict[str, Exception]]:
-    """Draw the maps of the first Flow-Attention run of each recipe and set of overrides.
+    """Draw, for each recipe and set of overrides, the maps of Flow-Attention and its comparison with other attentions.
 
-    An image is named after its model, and kept if it exists.
+    Each attention is drawn from its first run. An image is named after its models, and kept if it exists.
 
     Args:
         rows: from `collect`; runs without a model, such as rows of a CSV or copies without weights, are left out.
@@ -104,27 +105,42 @@ def draw_figures(
     failed: dict[str, Exception] = {}
     if importlib.util.find_spec("matplotlib") is None:
         return figures, failed
-    for row in rows:
-        run = Path(row["folder"])
-        weights = run / "final" / WEIGHTS_FILE
-        drawable = row["attention"] == "flow" and row["metric"] == "accuracy" and has_folder(row) and weights.is_file()
-        differing = f", {row['overrides']}" if row["overrides"] else ""
-        caption = f"{row['recipe']}{differing}: competition and allocation of the last layer"
-        if not drawable or caption in figures or caption in failed:
-            continue
+    for caption, runs in _runs_by_caption(rows).items():
         try:
-            if load(run / CONFIG).task not in ("series", "images"):
+            if any(load(run / CONFIG).task not in ("series", "images") for run in runs):
                 continue
             # runs in different places may have the same name, and another run may have replaced an earlier one
-            path = folder / f"{run.parent.name}-{run.name}-{_digest(weights)}.png"
+            path = folder / f"{runs[0].parent.name}-{runs[0].name}-{_digest(map(_weights, runs))}.png"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                _save(draw_maps(run, data_dir=data_dir), path)
+                one = len(runs) == 1
+                _save(draw_maps(runs[0], data_dir=data_dir) if one else draw_comparison(runs, data_dir=data_dir), path)
         except (OSError, ValueError, ImportError) as error:
             failed[caption] = error
         else:
             figures[caption] = path
     return figures, failed
+
+
+def _runs_by_caption(rows: list[Row]) -> dict[str, list[Path]]:
+    """The runs of each figure by its caption, flow first."""
+    experiments: dict[str, dict[str, Path]] = {}
+    for row in rows:
+        if row["metric"] == "accuracy" and has_folder(row) and _weights(Path(row["folder"])).is_file():
+            experiment = f"{row['recipe']}, {row['overrides']}" if row["overrides"] else row["recipe"]
+            experiments.setdefault(experiment, {}).setdefault(row["attention"], Path(row["folder"]))
+    figures = {}
+    for experiment, runs in experiments.items():
+        compared = [runs[method.name] for method in FIGURES.methods if method.name in runs]
+        if "flow" in runs:
+            figures[f"{experiment}: competition and allocation of the last layer"] = [runs["flow"]]
+            if len(compared) > 1:
+                figures[f"{experiment}: weights of the sources in the last layer"] = compared
+    return figures
+
+
+def _weights(run: Path) -> Path:
+    return run / "final" / WEIGHTS_FILE
 
 
 def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
@@ -145,6 +161,8 @@ def _save(figure: Figure, path: Path) -> None:
         figure.savefig(file, format="png", dpi=80)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]

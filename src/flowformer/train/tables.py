@@ -14,7 +14,7 @@ from .._utils import check_choice
 from . import recipes
 from .config import TrainConfig
 from .methods.config import METHODS, MethodConfig, configure
-from .overrides import override
+from .overrides import ATTENTION_OPTIONS, override
 from .paper import Figure, paper_average, paper_figure
 
 DATA_OPTIONS = "data_options."
@@ -137,7 +137,8 @@ class Cell:
         """
         chosen = self.assignments(overrides)
         if not self.is_attention:
-            override(recipes.get(self.recipe), overrides)  # raises for a key that the recipe does not have
+            # raises for a key that the recipe does not have; options of an attention are checked with its cells
+            override(recipes.get(self.recipe), [each for each in overrides if ATTENTION_OPTIONS not in each])
             return configure(self.recipe, self.method.name, chosen, seed=seed)
         attention = f"attention={self.method.name}"
         return override(recipes.get(self.recipe), [attention, f"seed={seed}", *chosen])
@@ -405,7 +406,7 @@ DEFAULTS = (
     _defaults(LANGUAGE_STAND_INS, "enwik8"),
 )
 
-# runs whose competition and allocation are drawn
+# runs whose competition and allocation, or weights of the sources, are drawn
 FIGURES = Table(
     "figures",
     "Runs whose maps are drawn, accuracy in %",
@@ -414,7 +415,7 @@ FIGURES = Table(
         Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
         Column("CIFAR-10", "cifar10", 30, stands_in=True),
     ),
-    (_FLOW,),
+    (_FLOW, Method("Transformer", "softmax"), Method("Linear Trans.", "linear"), Method("cosFormer", "cosformer")),
     seeds=1,
     compared="best",
 )
