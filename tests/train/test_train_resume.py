@@ -76,13 +76,14 @@ class TestResume:
         train(CONFIG, tmp_path / "run", splits=SERIES, resume=True)
         assert losses(tmp_path / "run") == losses(finished[0])
 
-    def test_ctrl_c_spares_the_workers(self, tmp_path):
-        """A terminal sends it to them too, and the update that is on its way needs them."""
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signals_spare_the_workers(self, tmp_path, number):
+        """A terminal, `timeout` and Slurm send them to all processes, and the current update needs the workers."""
 
         def interrupt(event):
             if event["kind"] == "step" and event["step"] == 2:
                 for worker in multiprocessing.active_children():
-                    os.kill(worker.pid, signal.SIGINT)
+                    os.kill(worker.pid, number)
 
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:

@@ -134,7 +134,7 @@ def load_batches(
         batch_sampler=order,
         collate_fn=partial(_pack, collate),
         num_workers=min(workers, cores()),
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_leave_signals_to_main,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise the loader draws the workers' seed from the run's generator
     )
@@ -145,6 +145,10 @@ def _pack(collate: Callable[[list[Any]], Batch], items: list[Any]) -> PackedBatc
     return PackedBatch(collate(items))
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in a worker: it reaches every process of the terminal, but the main process stops the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals_to_main(worker: int) -> None:
+    """Ignore Ctrl-C and SIGTERM in a worker; the main process ends it.
+
+    A terminal, `timeout` and Slurm send them to all processes, but the main process still needs batches.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
