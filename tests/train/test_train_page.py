@@ -136,9 +136,12 @@ heading.click();
 const up = shown();
 heading.click();
 const down = shown();
+const archive = document.querySelector("#tables table");
+const names = () => [...archive.rows].slice(1).map(line => line.cells[0].textContent);
+const sorted = [0, 1].map(() => { archive.querySelector("th").click(); return names(); });
 document.querySelector("#tables td.runs").click();
 document.body.dataset.seen = JSON.stringify({
-  up, down, headings: [...heading.parentNode.children].map(h => h.textContent),
+  up, down, sorted, headings: [...heading.parentNode.children].map(h => h.textContent),
   aligned: [...section.querySelector("tbody tr").children].map(td => getComputedStyle(td).textAlign[0]).join(""),
   cut: [...document.querySelectorAll("#detail text")].filter(t => t.getBBox().x < 0).map(t => t.textContent),
   curves: document.querySelectorAll("#detail .curve").length,
@@ -154,7 +157,8 @@ document.body.dataset.seen = JSON.stringify({
 @pytest.fixture
 def page(vowels, tmp_path):
     Figure((1, 1)).savefig(tmp_path / "map.png")
-    written = summary.write(collect([vowels]), tmp_path / "out", {"a map": tmp_path / "map.png"})
+    write_run(tmp_path / "w", "uea/Handwriting", "flow", final=0.3)
+    written = summary.write(collect([vowels, tmp_path / "w"]), tmp_path / "out", {"a map": tmp_path / "map.png"})
     assert [path.name for path in written] == ["results.csv", "results.md", "results.html"]
     return written[-1]
 
@@ -182,8 +186,12 @@ def test_page_in_a_browser(page, tmp_path):
     seen = re.search(r'data-seen="([^"]*)"', done.stdout)
     assert seen, done.stderr[-2000:]
     found = json.loads(seen[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
-    assert found["up"] == "50.00,95.00,96.00,97.00,98.00,99.00"
-    assert found["down"] == "99.00,98.00,97.00,96.00,95.00,50.00"
+    assert found["up"] == "30.00,50.00,95.00,96.00,97.00,98.00,99.00"
+    assert found["down"] == "99.00,98.00,97.00,96.00,95.00,50.00,30.00"
+    assert found["sorted"] == [
+        ["Handwriting", "JapaneseVowels", "Avg of 2"],
+        ["JapaneseVowels", "Handwriting", "Avg of 2"],
+    ]
     assert found["headings"] == list(summary._RUN_COLUMNS.values())
     assert found["aligned"] == "llrlrrrrrll", "text to the left, numbers and empty cells to the right"
     assert found["cut"] == [], "labels of the axes are shown whole"

@@ -180,6 +180,11 @@ class TestList:
         finally:
             reproduce._missing_data.cache_clear()
 
+    def test_a_method_has_minutes_of_its_own(self, tmp_path):
+        cells = ["d4rl/hopper-medium/bc *", "d4rl/hopper-medium/flow *"]
+        planned = reproduce.jobs("rl", tmp_path, cells=cells, seeds=1)
+        assert [job.minutes for job in planned] == [30, 4, 4]
+
     def test_methods_take_no_options_of_an_attention(self, tmp_path):
         cells = ["uea/JapaneseVowels/reformer", "uea/JapaneseVowels/dtw"]
         planned = reproduce.jobs("uea", tmp_path, cells=cells, seeds=1, overrides=["attention_options.rounds=2"])

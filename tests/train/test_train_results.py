@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from flowformer.train import recipes, results, summary
 from flowformer.train.config import to_dict
 from flowformer.train.methods.config import configure
 from flowformer.train.overrides import override
+from flowformer.train.record import read_log
 from flowformer.train.results import collect, differences, write_csv
 
 
@@ -144,6 +146,10 @@ class TestCollect:
         with pytest.raises(ValueError, match=r"kept\.csv is damaged at or before line \d+: .* may not be closed"):
             collect([path])
 
+    def test_pages_in_capitals(self, vowels, tmp_path):
+        *_, page = summary.write(collect([vowels]), tmp_path / "out")
+        assert collect([page.rename(tmp_path / "RESULTS.HTML")])
+
     def test_other_pages_are_refused(self, vowels, tmp_path):
         *_, page = summary.write(collect([vowels]), tmp_path / "out")
         text = page.read_text()
@@ -163,12 +169,43 @@ class TestCollect:
         with pytest.raises(ValueError, match=r"seed 0.*column best_chosen_on is 'luck'; accepted: valid, test"):
             collect([page])
 
-    @pytest.mark.parametrize("content", ["", "{}", None])
-    def test_a_damaged_run_is_named(self, vowels, content):
-        path = next(vowels.rglob("provenance.json"))
-        path.unlink() if content is None else path.with_name("result.json").write_text(content)
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [("provenance.json", None), ("result.json", ""), ("result.json", "{}")]
+        + [
+            ("config.json", config)
+            for config in ('{"recipe": null}', '{"recipe": "uea/JapaneseVowels", "optimiser": ""}')
+        ],
+    )
+    def test_a_damaged_run_is_named(self, vowels, name, content):
+        path = next(vowels.rglob(name))
+        path.unlink() if content is None else path.write_text(content)
         with pytest.raises(ValueError, match=rf"{path.parent.name} cannot be read: .* Copy it again"):
             collect([vowels])
+
+    @pytest.mark.parametrize("line", ["null", "[]", "{}", '"x"', '{"kind": "train", "step": 1, "loss": null}'])
+    def test_damaged_lines_of_a_log_are_dropped(self, vowels, tmp_path, line):
+        log = next(vowels.rglob("log.jsonl"))
+        records = read_log(log.parent)
+        with log.open("a") as file:
+            file.write(line)
+        assert read_log(log.parent) == records
+        summary.write(collect([vowels]), tmp_path / "out")
+
+    def test_a_folder_that_cannot_be_read_is_named(self, vowels, monkeypatch):
+        """Its runs would be missing from the tables. Checkpoints that a running queue deletes meanwhile would not."""
+        scandir, error = os.scandir, PermissionError(13, "Permission denied")
+
+        def closed(path):
+            if os.fspath(path).endswith("uea"):
+                raise error
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", closed)
+        with pytest.raises(PermissionError):
+            collect([vowels])
+        error = FileNotFoundError()
+        assert collect([vowels]) == []
 
     @pytest.mark.parametrize(
         "damage", [lambda row: row[:-9], lambda row: f"{row},9", lambda row: row.replace("0,", "zero,")]

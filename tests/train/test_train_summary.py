@@ -112,6 +112,14 @@ class TestTable:
         assert line.average.paper == pytest.approx((38.70 + 64.29) / 2, abs=0.01)
         assert line.cells["Retrieval on ACL papers"].paper is None
 
+    def test_stand_ins_are_averaged_among_themselves(self, tmp_path):
+        for column, score in zip(tables.RL_STAND_INS.columns[:2], (20, 40), strict=True):
+            write_run(tmp_path, column.recipe, "flow", 0, score, overrides=column.overrides, metric="score")
+        table = the(collect([tmp_path]), "rl-stand-ins")
+        (line,) = table.lines
+        assert table.average_label == "Avg of 2"
+        assert (line.average.final.mean, line.average.paper) == (30, None), "the paper's average is of other data"
+
     def test_an_average_that_only_the_whole_paper_has(self, tmp_path):
         for column in tables.ACTIVATIONS.columns:
             write_run(tmp_path, column.recipe, "flow-sigmoid-softmax", 0, 0.5)

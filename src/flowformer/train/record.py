@@ -71,8 +71,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     records = []
     for line in (folder / LOG).read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if _is_record(record):
+                records.append(record)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a line of a log, read as JSON, has the fields that every record of its kind has."""
+    if not (isinstance(value, dict) and isinstance(value.get("kind"), str) and isinstance(value.get("step"), int)):
+        return False
+    if value["kind"] == "train":
+        return isinstance(value.get("loss"), float)
+    return value["kind"] != "eval" or isinstance(value.get("split"), str)
 
 
 def provenance(info: DataInfo, device: torch.device, processes: int) -> dict[str, Any]:

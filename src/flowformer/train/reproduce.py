@@ -186,7 +186,7 @@ def _job(
         arguments += ["--data", str(data_dir)]
     command = (*arguments, "--out", str(folder), "--json")
     planned = planned_identity(config)
-    minutes, paper = cell.column.minutes, cell.paper() if same_experiment(planned.overrides) else None
+    minutes, paper = cell.minutes, cell.paper() if same_experiment(planned.overrides) else None
     is_known = planned in finished_runs
     return Job(cell.name, seed, folder, command, folder / RESULT, minutes, paper, blocked=blocked, is_known=is_known)
 

@@ -129,7 +129,7 @@ def planned_identity(config: TrainConfig | MethodConfig) -> Identity:
 
 
 def is_page(source: Path) -> bool:
-    return source.suffix == ".html" and not source.is_dir()
+    return source.suffix.lower() == ".html" and not source.is_dir()
 
 
 def has_folder(row: Row) -> bool:
@@ -145,8 +145,13 @@ def _rows(source: Path) -> Iterable[Row]:
 
 def _runs(source: Path) -> Iterable[Path]:
     """The folders with a result at or below a folder. Links to folders, such as those on another disk, are followed."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a queue that is running deletes checkpoints
+            raise error
+
     visited = set()
-    for name, folders, files in os.walk(source, followlinks=True):
+    for name, folders, files in os.walk(source, onerror=fail, followlinks=True):
         real = os.path.realpath(name)
         if real in visited:  # a link to a folder above it would never end
             folders.clear()
@@ -224,7 +229,7 @@ def _text(value: Any) -> str:
 def _checked_row(run: Path) -> Row:
     try:
         return _row(run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ValueError(
             f"{run} cannot be read: {reason}. Copy it again, read it with the version that made it, or delete it."

@@ -155,9 +155,8 @@ class FilledTable:
 
     @property
     def average_label(self) -> str:
-        counted = [column for column in self.columns if not column.stands_in]
-        whole = len(counted) == len([column for column in self.table.columns if not column.stands_in])
-        return "Avg" if whole else f"Avg of {len(counted)}"
+        counted = [column for column in self.columns if column in self.table.averaged]
+        return "Avg" if len(counted) == len(self.table.averaged) else f"Avg of {len(counted)}"
 
     @property
     def note(self) -> str:
@@ -330,8 +329,8 @@ def _cell(cell: Cell, rows: list[Row], comparable: bool) -> Filled:
 def _average(
     table: Table, method: Method, filled: dict[Column, Filled], columns: Sequence[Column], comparable: bool
 ) -> Filled | None:
-    """The average over the columns that are not stand-ins; None if one of them has no run, or there is only one."""
-    counted = [column for column in columns if not column.stands_in]
+    """The average over `Table.averaged`, as far as it has runs; None if the method lacks a column, or has only one."""
+    counted = [column for column in columns if column in table.averaged]
     if table.family is None or len(counted) < 2 or any(column not in filled for column in counted):
         return None
     seeds = [{row["seed"]: row for row in filled[column].runs} for column in counted]
@@ -444,7 +443,8 @@ def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] =
     for table in fill(rows):
         headings, lines = table.grid()
         cells = [(name, [_page_cell(cell, numbers) for cell in line]) for name, line in lines]
-        tables.append({"title": table.title, "note": table.note, "headings": ["", *headings], "lines": cells})
+        shown = {"title": table.title, "note": table.note, "headings": ["", *headings], "lines": cells}
+        tables.append({**shown, "last": table.average_label})
     every = [
         (
             row["recipe"],

@@ -31,6 +31,7 @@ class Method:
         overrides: overrides of the recipe; the paper has no number for a method with overrides.
         seeds: number of seeds of a cell; None for the number that the table has.
         published: whether the recipes follow the released code ("@published") instead of the paper.
+        minutes: approximate duration of a run; None for that of the column.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Method:
     overrides: tuple[str, ...] = ()
     seeds: int | None = None
     published: bool = False
+    minutes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Column:
         recipe: name of the recipe.
         minutes: approximate duration of a run on an H200 that eight runs share.
         overrides: overrides of the recipe.
-        stands_in: whether it replaces data that are not available; it is neither compared with the paper nor part of
-            averages.
+        stands_in: whether it replaces data that are not available; it is not compared with the paper.
     """
 
     label: str
@@ -70,7 +71,7 @@ class Table:
         columns, methods: the data sets and the methods.
         seeds: number of seeds of a cell.
         compared: which of our evaluations corresponds to the paper's score, the final or the best.
-        family: key of the averages that the paper prints, see `paper_average`; None if it prints none.
+        family: key of the averages that the paper prints, see `paper_average`; None for a table without averages.
         figures: further numbers that the table shows.
         methods_across: whether methods are columns in the paper, and data sets rows.
     """
@@ -90,11 +91,16 @@ class Table:
             for column in self.columns:
                 yield Cell(self, method, column)
 
+    @property
+    def averaged(self) -> tuple[Column, ...]:
+        """The columns of the averages. Stand-ins are averaged only in a table of nothing else."""
+        return tuple(column for column in self.columns if not column.stands_in) or self.columns
+
     def paper_average(self, method: Method, columns: Sequence[Column]) -> float | None:
         """The paper's average over some columns: as printed if these are all columns, else computed from its scores."""
-        if method.overrides:
+        if method.overrides or any(column.stands_in for column in columns):
             return None
-        if len(columns) == len([column for column in self.columns if not column.stands_in]) and self.family:
+        if len(columns) == len(self.averaged) and self.family:
             return paper_average(self.family, method.name)
         scores = [paper_figure(column.recipe, method.name) for column in columns]
         known = [score for score in scores if score is not None]
@@ -128,6 +134,10 @@ class Cell:
     @property
     def seeds(self) -> int:
         return self.method.seeds or self.table.seeds
+
+    @property
+    def minutes(self) -> float:
+        return self.column.minutes if self.method.minutes is None else self.method.minutes
 
     def config(self, seed: int, overrides: Sequence[str] = ()) -> TrainConfig | MethodConfig:
         """The config of a run of the cell.
@@ -301,7 +311,7 @@ CIFAR10 = Table(
 )
 
 _RL_METHODS = (
-    Method("BC", "bc"),
+    Method("BC", "bc", minutes=4),
     Method("AWAC", "awac"),
     Method("DT", "softmax"),
     Method("Linear Trans.", "linear"),
@@ -345,8 +355,9 @@ RL_STAND_INS = Table(
     "rl-stand-ins",
     "Data of our own agents, normalised return",
     _games({"halfcheetah": "v4rl", "hopper": "v5sac", "walker2d": "v4rl"}),
-    (_RL_METHODS[0], Method("BC, best tenth of the episodes", "bc", ("best=0.1",)), *_RL_METHODS[1:]),
+    (_RL_METHODS[0], Method("BC, best tenth of the episodes", "bc", ("best=0.1",), minutes=4), *_RL_METHODS[1:]),
     seeds=3,
+    family="d4rl",
     methods_across=True,
 )
 

@@ -34,9 +34,10 @@ def results_page(
 
     Args:
         title: title of the page.
-        tables: each with "title", "note" (paragraphs separated by empty lines), "headings" and "lines". A line is a
-            name, which has the first heading, and its cells; a cell is None or has "text", "value" (to sort by; text is
-            aligned to the left), "below" (smaller lines of text) and "runs" (indices into `runs`).
+        tables: each with "title", "note" (paragraphs separated by empty lines), "headings" and "lines", and the name of
+            a line that stays "last" when the table is sorted. A line is a name, which has the first heading, and its
+            cells; a cell is None or has "text", "value" (to sort by; text is aligned to the left), "below" (smaller
+            lines of text) and "runs" (indices into `runs`).
         runs: each with "name", "facts" (provenance to show) and "curves" (see `curves`).
         figures: paths of PNG images by caption.
     """
