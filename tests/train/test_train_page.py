@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from flowformer.train import figures, summary
 from flowformer.train.figures import draw_speeds
 from flowformer.train.results import collect
+from flowformer.viz.page import read_page
 
 
 class TestFigures:
@@ -170,6 +171,17 @@ def test_page_needs_nothing_else(page):
     assert "url(" not in text
     assert text.count("</script>") == 2, "what a command says ends no element"
     assert text.count("http") == text.count("http://www.w3.org/2000/svg")
+
+
+def test_a_page_keeps_the_figures_of_an_earlier_one(page, tmp_path):
+    figure, again = tmp_path / "map.png", tmp_path / "again"
+    drawn = figure.read_bytes()
+    *_, later = summary.write(collect([page]), again, {}, [page])
+    assert read_page(later).figures == {"a map": drawn}
+    Figure((2, 2)).savefig(figure)
+    *_, later = summary.write(collect([page]), again, {"a map": figure, "another": figure}, [later])
+    assert list(read_page(later).figures) == ["a map", "another"]
+    assert set(read_page(later).figures.values()) == {figure.read_bytes()} != {drawn}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

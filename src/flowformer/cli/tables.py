@@ -170,7 +170,7 @@ def results(
 
     Numbers are means over seeds, of the final evaluation and of the best one. Runs with overrides are in separate
     tables without the paper's numbers; a footnote marks overrides that change only the arithmetic, such as precision.
-    An earlier results.html keeps the curves of runs whose folders are gone.
+    An earlier results.html keeps the curves and figures of runs whose folders are gone.
     """
     from ..train import summary
     from ..train.results import collect

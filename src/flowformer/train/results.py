@@ -326,9 +326,9 @@ def _csv_rows(reader: csv.DictReader, path: Path) -> Iterable[Row]:
 
 
 def _read_page(path: Path) -> Iterable[Row]:
-    from ..viz.page import read_runs  # here, since it imports matplotlib
+    from ..viz.page import read_page  # here, since it imports matplotlib
 
-    for run in read_runs(path):
+    for run in read_page(path).runs:
         try:
             yield _typed({name: run["facts"].get(name) for name in _COLUMNS})
         except ValueError as error:

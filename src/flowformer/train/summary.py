@@ -417,7 +417,8 @@ def write(
     Args:
         rows: the runs, from `collect`.
         figures: images for the HTML page by their captions.
-        sources: where the runs come from, as for `collect`; pages among them keep the curves of runs without a folder.
+        sources: where the runs come from, as for `collect`; pages among them keep the curves of runs without a folder,
+            and figures that are not drawn anew.
 
     Returns: the files that were written; without matplotlib there is no HTML page.
     """
@@ -434,10 +435,13 @@ def write(
 
 def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] = ()) -> str:
     """The page of results as HTML."""
-    from ..viz.page import curves, read_runs, results_page
+    from ..viz.page import curves, read_page, results_page
 
-    earlier = [run for path in sources if is_page(path) for run in read_runs(path)]
-    kept = {identity(run["facts"]): run["curves"] for run in reversed(earlier) if run["curves"]}
+    earlier = [read_page(path) for path in sources if is_page(path)]
+    earlier_runs = [run for each in earlier for run in each.runs]
+    kept = {identity(run["facts"]): run["curves"] for run in reversed(earlier_runs) if run["curves"]}
+    images = {caption: image for each in reversed(earlier) for caption, image in each.figures.items()}
+    images |= {caption: path.read_bytes() for caption, path in figures.items()}
     numbers = {id(row): i for i, row in enumerate(rows)}
     tables: list[dict[str, Any]] = []
     for table in fill(rows):
@@ -470,7 +474,7 @@ def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] =
         }
         for row in rows
     ]
-    return results_page("Flowformer: results", tables, runs, figures)
+    return results_page("Flowformer: results", tables, runs, images)
 
 
 def _texts(cell: Filled | list[str] | None) -> list[str]:

@@ -1,7 +1,7 @@
 """The results page: one self-contained HTML file with sortable tables, curves, figures and provenance.
 
-Its layout, style and script are in page.html, in which `results_page` fills in the title and the data. `read_runs`
-reads the runs of a page back.
+Its layout, style and script are in page.html, in which `results_page` fills in the title and the data. `read_page`
+reads the runs and the figures of a page back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,28 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .curves import curve_points
 
 POINTS = 300  # maximum number of points of a curve, which is more than a screen resolves
 Curves = dict[str, list[list[float]]]  # points (update, value) by the name of the curve
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_PNG = "data:image/png;base64,"
+
+
+class Page(NamedTuple):
+    """What a page keeps, as `results_page` took it."""
+
+    runs: list[dict[str, Any]]
+    figures: dict[str, bytes]
 
 
 def results_page(
     title: str,
     tables: Sequence[Mapping[str, Any]],
     runs: Sequence[Mapping[str, Any]],
-    figures: Mapping[str, Path],
+    figures: Mapping[str, bytes],
 ) -> str:
     """Return the page as HTML.
 
@@ -39,14 +47,14 @@ def results_page(
             cells; a cell is None or has "text", "value" (to sort by; text is aligned to the left), "below" (smaller
             lines of text) and "runs" (indices into `runs`).
         runs: each with "name", "facts" (provenance to show) and "curves" (see `curves`).
-        figures: paths of PNG images by caption.
+        figures: PNG images by caption.
     """
     data = {
         "tables": _finite(tables),
         "runs": list(runs),
         "figures": [
-            {"caption": caption, "source": "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()}
-            for caption, path in figures.items()
+            {"caption": caption, "source": _PNG + base64.b64encode(image).decode()}
+            for caption, image in figures.items()
         ],
     }
     # escape "<", so that </script> in the data does not end the script element
@@ -64,12 +72,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Return the runs of a page, as `results_page` took them."""
-    data = _DATA.search(path.read_text(encoding="utf-8", errors="replace"))
+def read_page(path: Path) -> Page:
+    """Return the runs and the figures of a page."""
+    found = _DATA.search(path.read_text(encoding="utf-8", errors="replace"))
     try:
-        runs = json.loads(data[1] if data else "")["runs"]
-        return [{"name": run["name"], "facts": {**run["facts"]}, "curves": {**run["curves"]}} for run in runs]
+        data = json.loads(found[1] if found else "")
+        return Page(
+            [{"name": run["name"], "facts": {**run["facts"]}, "curves": {**run["curves"]}} for run in data["runs"]],
+            {each["caption"]: base64.b64decode(each["source"].removeprefix(_PNG)) for each in data["figures"]},
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no page of results, or damaged. Accepted: a results.html of flowformer results --out."
