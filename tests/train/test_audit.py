@@ -8,6 +8,7 @@ from functools import cache
 from math import ceil, log, log2, sqrt
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from flowformer.train import recipes
 from flowformer.train.overrides import override
 from flowformer.train.paper import paper_average, paper_figure, paper_score, paper_speed
 from flowformer.train.results import collect
-from flowformer.train.summary import Filled, Line, fill
+from flowformer.train.summary import Filled, Line, Score, fill
 
 ROOT = Path(__file__).parents[2]
 AUDIT = (ROOT / "docs/audit.md").read_text(encoding="utf-8")
@@ -267,14 +268,31 @@ def test_measured_averages_of_the_archive():
     assert f"{flow.final.mean:.1f} instead of {flow.score.mean:.1f}" in evidence("UEA: test accuracy")
 
 
+def five(method: str, which: Literal["final", "best"]) -> list[Score]:
+    """The scores of the data sets with three seeds."""
+    cells = measured("uea")[method].cells
+    return [getattr(each, which) for name, each in cells.items() if name != "SpokenArabicDigits"]
+
+
+def mean_of_five(method: str, which: Literal["final", "best"]) -> float:
+    return fmean(score.mean for score in five(method, which))
+
+
+def lead_over(rival: str, which: Literal["final", "best"]) -> str:
+    """How much flow is better on average, with the standard error over three seeds."""
+    scores = [*five("Flowformer", which), *five(rival, which)]
+    error = sqrt(sum(score.deviation**2 / 3 for score in scores)) / 5
+    return f"{mean_of_five('Flowformer', which) - mean_of_five(rival, which):.1f} ± {error:.1f}"
+
+
 def test_measured_lead_over_the_transformer():
     flow, softmax = (measured("uea")[method].cells for method in ("Flowformer", "Transformer"))
     leads = {name: flow[name].score.mean - softmax[name].score.mean for name in flow}
     line = evidence("UEA: better than the Transformer")
     assert f"{fmean(leads.values()):.1f} points better over six sets" in line
-    digits = leads.pop("SpokenArabicDigits")
-    assert f"{digits / 6:.1f} of these" in line
-    assert f"{fmean(leads.values()):.1f} better over the other five" in line
+    assert f"{leads['SpokenArabicDigits'] / 6:.1f} of these" in line
+    assert f"{lead_over('Transformer', 'best')} better over the other five" in line
+    assert f"By the last epoch {lead_over('Transformer', 'final')} better over these five" in line
 
 
 def test_measured_recurrent_network():
@@ -323,26 +341,36 @@ def test_measured_clamp():
     flow = measured("uea", slow)["Flowformer"].cells["Handwriting"].score.mean
     clamped = measured("defaults-uea", slow)["clamp 1"].cells["Handwriting"].score.mean
     line = evidence("Clamp of the released code")
-    assert f"{clamped:.1f} with a clamp of 1, {flow:.1f} without" in line
-    assert f"is {sqrt(clamped * (100 - clamped) / 850):.1f};" in line
+    assert f"for 30 epochs: {clamped:.1f} and {flow:.1f}, one seed each" in line
+    assert f"is {sqrt(clamped * (100 - clamped) / 850):.1f}." in line
     default, clamp = (measured("defaults-uea")[name].cells for name in ("default", "clamp 1"))
-    for column, with_clamp in clamp.items():
-        assert f"{column} {with_clamp.score.mean:.1f} with (one seed), {default[column].score} without" in line
+
+    def both(column: str, which: str) -> str:
+        with_clamp, without = (getattr(cells[column], which) for cells in (clamp, default))
+        return f"{with_clamp.mean:.1f}, and {without.mean:.1f} ± {without.deviation:.1f}"
+
+    best, final = (both("Handwriting", which) for which in ("best", "final"))
+    assert f"recipe's settings: {best} over three seeds (last epoch {final})" in line
+    assert f"JapaneseVowels: {both('JapaneseVowels', 'best')}" in line
 
 
 def test_measured_removals_on_the_archive():
     line = evidence("Without competition or allocation accuracy falls")
-    for name, text in (("", "for flow"), (" w/o competition", "without competition"), (" w/o allocation", "without")):
-        cells = measured("uea")[f"Flowformer{name}"].cells
-        five = [each.score for column, each in cells.items() if column != "SpokenArabicDigits"]
-        assert f"{fmean(each.mean for each in five):.1f} {text}" in line
+    removals = [f"Flowformer w/o {part}" for part in ("competition", "allocation")]
+    best, final = (
+        [f"{mean_of_five(label, which):.1f}" for label in ("Flowformer", *removals)] for which in ("best", "final")
+    )
+    assert "best epoch: {} for flow, {} without competition and {} without allocation".format(*best) in line
+    (lead,) = {lead_over(label, "best") for label in removals}
+    assert f"differences of {lead}. Last epoch: {final[0]}, {final[1]} and {final[2]}, " in line
+    assert f"differences of {' and '.join(lead_over(label, 'final') for label in removals)} (±" in line
 
 
 def test_measured_arena():
     scores = {name: measured("lra")[name].cells["ListOps"].score.mean for name in measured("lra")}
     flow, softmax, linear = (f"{scores[name]:.1f}" for name in ("Flowformer", "Transformer", "Linear Trans."))
     assert f"| {flow}, softmax {softmax}, linear attention {linear};" in evidence("LRA ListOps: 38.7")
-    assert f"| {linear} with the same recipe" in evidence("LRA ListOps: linear attention fails")
+    assert f"| {linear} with the recipe of the other rows" in evidence("LRA ListOps: linear attention fails")
     flow, softmax, linear = (
         measured("lra")[name].cells["Text"].score.mean for name in ("Flowformer", "Transformer", "Linear Trans.")
     )
