@@ -32,6 +32,8 @@ def write_run(folder, recipe, attention="flow", seed=0, final=0.9, best=None, ov
     scores = {"final": {metric: final, "step": 10}, "best": {metric: final if best is None else best, "step": 5}}
     for which, value in more.get("top5", {}).items():
         scores[which]["top5"] = value
+    for which, values in more.get("scores", {}).items():
+        scores[which] |= values
     result = {
         "recipe": config.recipe,
         "attention": attention,

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from flowformer import __version__
 from flowformer.cli import app
 from flowformer.cli.app import command as registered
+from flowformer.cli.progress import progress
 from flowformer.train import demo, evaluation, paper, recipes
 from flowformer.train.config import to_dict
 from flowformer.train.methods.config import configure
@@ -41,6 +42,16 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "vowels"
     result = json.loads(flowformer("train", "uea/JapaneseVowels", *TINY, "--out", folder, "--json"))
     return folder, result
+
+
+def test_where_and_how_episodes_were_played(capsys):
+    scores = {"score": 3.5, "environment": "Hopper-v4", "note": "target return 3600 above every episode"}
+    with progress(quiet=False) as reporter:
+        reporter("flow")({"kind": "eval", "split": "test", "step": 8, "epoch": 0.5, **scores})
+    printed = capsys.readouterr().out
+    assert printed == (
+        "flow, epoch 0.5, update 8: test score 3.5000; Hopper-v4; target return 3600 above every episode\n"
+    )
 
 
 class TestTrain:

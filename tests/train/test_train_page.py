@@ -14,7 +14,7 @@ from finished_runs import write_run
 from helpers import ROOT
 from matplotlib.figure import Figure
 
-from flowformer.train import figures, summary
+from flowformer.train import figures, speeds, summary
 from flowformer.train.figures import draw_speeds
 from flowformer.train.results import collect
 from flowformer.viz.page import read_page
@@ -119,10 +119,32 @@ class TestFigures:
         assert len(failed) == 1
 
 
-def test_speeds_are_drawn(tmp_path):
-    committed = ROOT / "results/lra-speed-cpu.csv"
-    ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
-    assert image.read_bytes().startswith(b"\x89PNG")
+class TestSpeeds:
+    def test_are_drawn(self, tmp_path):
+        committed = ROOT / "results/lra-speed-cpu.csv"
+        ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
+        assert image.read_bytes().startswith(b"\x89PNG")
+
+    def test_of_what_did_not_fit(self, tmp_path):
+        path = tmp_path / speeds.SPEED
+        first, softmax, *_ = (ROOT / "results/lra-speed-h200.csv").read_text().splitlines()
+        cells = dict(zip(first.split(","), softmax.split(","), strict=True))
+        cells |= {
+            "attention": "yoso",
+            "status": "OOM",
+            "largest_batch": "8",
+            "ratio": "",
+            "paper_steps_per_second": "OOM",
+        }
+        path.write_text(f"{first}\n{','.join(cells.values())}\n")
+        assert speeds.read(path).lines == [("yoso", [["OOM", "fits with batch 8", "paper OOM"]])]
+        assert '"text": "OOM"' in summary.page([], {}, speeds=[speeds.read(path)])
+
+    @pytest.mark.parametrize("content", ["", "attention\nflow\n"])
+    def test_of_a_damaged_file(self, tmp_path, content):
+        (tmp_path / speeds.SPEED).write_text(content)
+        with pytest.raises(ValueError, match=r"lra-speed\.csv is no table of speeds, or damaged"):
+            speeds.read(tmp_path / speeds.SPEED)
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
@@ -223,6 +225,9 @@ class TestList:
             (["uea", "--cells", "*/dtw", "*/lstm"], "'*/lstm' is no override; accepted: key=value"),
             (["uea", *CELL, "--minutes", "0"], "minutes must be more than 0"),
             (["uea", *CELL, "--minutes", "nan"], "minutes must be more than 0"),
+            (["speed", "precision=tf32"], "speed is a benchmark, which takes no overrides and no seeds"),
+            (["uea", "--seeds", 10**11], "less than or equal to 1000"),
+            (["speed", "--seeds", 2], "speed is a benchmark, which takes no overrides and no seeds"),
             (["uea", *CELL, "seed=3"], "'seed=3' would make different cells the same run"),
             (["uea", *CELL, "attention=flow"], "'attention=flow' would make different cells the same run"),
         ],
@@ -233,7 +238,24 @@ class TestList:
         assert "Traceback" not in output
 
 
-KILLED = ["uea", *CELL, "--seeds", 2, "--pack", 2]
+def test_speeds_are_a_table(tmp_path):
+    (tmp_path / "queue/speed").mkdir(parents=True)
+    shutil.copy(ROOT / "results/lra-speed-h200.csv", tmp_path / "queue/speed" / reproduce.SPEED)
+    printed = flowformer("reproduce", "speed", "--out", tmp_path / "queue")
+    assert "## Speed on NVIDIA H200, steps per second" in printed
+    headings, flow = (
+        next(line for line in printed.splitlines() if name in line) for name in ("1,024 tokens", "| flow |")
+    )
+    assert headings.split(" | ")[2] == "inference, 2,048 tokens"
+    assert flow.split(" | ")[2] == "160.7<br>0.90 times softmax<br>paper 3.81"
+    assert flow in flowformer("results", tmp_path / "queue", "--out", tmp_path / "out")
+    assert "Speed on NVIDIA H200" in (tmp_path / "out/results.html").read_text()
+    both = flowformer("results", ROOT / "results/lra-speed-cpu.csv", ROOT / "results/reproduce.csv")
+    assert "## Speed on x86_64" in both
+    assert "## UEA time series" in both
+
+
+KILLED = ["uea", *CELL, "--seeds", 3, "--pack", 3]
 CHANGES = [*TINY, "steps=240", "eval_every=120", "checkpoint_every=20"]
 
 
@@ -241,7 +263,7 @@ CHANGES = [*TINY, "steps=240", "eval_every=120", "checkpoint_every=20"]
 def whole(tmp_path_factory):
     """The runs of a table, one after another in this process, never disturbed."""
     out = tmp_path_factory.mktemp("whole")
-    for each in reproduce.jobs("uea", out, cells=CELL[1:], seeds=2, overrides=CHANGES):
+    for each in reproduce.jobs("uea", out, cells=CELL[1:], seeds=3, overrides=CHANGES):
         flowformer(*each.command)
     return out
 
@@ -260,9 +282,9 @@ def numbers(out):
 
 
 def test_kill_9_changes_nothing(whole, tmp_path):
-    """Of the queue, in the middle of two packed runs; then the same command."""
+    """Of the queue, in the middle of three packed runs; then the same command."""
     process = program(*KILLED, *CHANGES, "--out", tmp_path)
-    wait_for(lambda: len(list(tmp_path.rglob("step-*/progress.json"))) >= 2)
+    wait_for(lambda: len({path.parents[2] for path in tmp_path.rglob("step-*/progress.json")}) == 3)
     process.kill()
     process.wait()
     assert not list(tmp_path.rglob("result.json"))
@@ -280,12 +302,12 @@ def test_what_a_table_of_results_has_is_not_run_again(whole, tmp_path):
     flowformer("results", whole, "--out", tmp_path / "carried")
     queue = ["reproduce", *KILLED, *CHANGES, "--out", tmp_path / "queue"]
     carried = ["--known", tmp_path / "carried" / "results.csv"]
-    assert [job["state"] for job in json.loads(flowformer(*queue, "--list", "--json"))] == ["to do"] * 2
+    assert [job["state"] for job in json.loads(flowformer(*queue, "--list", "--json"))] == ["to do"] * 3
     output = flowformer(*queue, *carried)
-    assert "0 of 2 runs to do" in output
+    assert "0 of 3 runs to do" in output
     assert (tmp_path / "queue" / "results.csv").read_text() == (tmp_path / "carried" / "results.csv").read_text()
     other = json.loads(flowformer(*queue, *carried, "steps=241", "--list", "--json"))
-    assert [job["state"] for job in other] == ["to do"] * 2, "another experiment"
+    assert [job["state"] for job in other] == ["to do"] * 3, "another experiment"
     table = tmp_path / "carried" / "results.csv"
     table.write_text(table.read_text().replace("-seed", "-renamed"))
     assert {job["state"] for job in json.loads(flowformer(*queue, *carried, "--list", "--json"))} == {"done"}

@@ -96,6 +96,17 @@ class TestCollect:
         with pytest.raises(FileNotFoundError, match="accepted: a folder with runs below it"):
             collect([tmp_path / "nowhere"])
 
+    def test_a_table_of_an_earlier_version(self, vowels, tmp_path):
+        """Without the columns that were added since."""
+        added = {"half_target_final", "half_target_best", "note", "environment"}
+        rows = collect([vowels])
+        with (tmp_path / "earlier.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, [name for name in rows[0] if name not in added], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        shutil.rmtree(vowels / "uea")
+        assert collect([tmp_path / "earlier.csv"]) == rows
+
     def test_a_page_is_as_good_as_its_folders(self, vowels, tmp_path):
         """With the curves, which a CSV does not have."""
         rows = collect([vowels])

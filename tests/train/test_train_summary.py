@@ -10,9 +10,9 @@ import pytest
 from finished_runs import labelled, the, write_run
 from helpers import ROOT
 
-from flowformer.train import summary, tables
+from flowformer.train import speeds, summary, tables
 from flowformer.train.config import TrainConfig, to_dict
-from flowformer.train.results import collect, differences
+from flowformer.train.results import collect, differences, write_csv
 
 
 def is_ablation(table):
@@ -77,9 +77,10 @@ class TestTable:
         assert not [name for name in names if "=" in name]
 
     def test_the_committed_tables_and_page_have_the_committed_runs(self):
-        rows = collect([ROOT / "results/reproduce.csv"])
-        assert (ROOT / "docs/results.md").read_text() == summary.markdown(rows) + "\n", "run make results"
-        assert collect([ROOT / "results/reproduce.html"]) == rows, "run make results"
+        rows, page = collect([ROOT / "results/reproduce.csv"]), ROOT / "results/reproduce.html"
+        measured = [speeds.read(ROOT / f"results/lra-speed-{device}.csv") for device in ("h200", "cpu")]
+        assert (ROOT / "docs/results.md").read_text() == summary.markdown(rows, measured) + "\n", "run make results"
+        assert page.read_text() == summary.page(rows, {}, [page], measured), "run make results"
 
     def test_a_table_that_only_repeats_runs_is_left_out(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
@@ -111,6 +112,25 @@ class TestTable:
         assert table.average_label == "Avg of 2"
         assert line.average.paper == pytest.approx((38.70 + 64.29) / 2, abs=0.01)
         assert line.cells["Retrieval on ACL papers"].paper is None
+
+    def test_returns_name_the_environment_and_the_other_target(self, tmp_path):
+        (column,) = (each for each in tables.RL_STAND_INS.columns if each.label == "walker2d medium")
+        note = "target return 5000 above every episode of the data, the best 4098"
+        scores = {which: {"score_half_target": half, "note": note} for which, half in (("final", 30), ("best", 99))}
+        facts = {"facts": {"environment": "Walker2d-v4"}, "scores": scores}
+        for seed in (0, 1):
+            write_run(tmp_path, column.recipe, "flow", seed, 60, overrides=column.overrides, metric="score", **facts)
+        write_csv(collect([tmp_path]), tmp_path / "results.csv")
+        table = the(collect([tmp_path / "results.csv"]), "rl-stand-ins")
+        assert table.lines[0].cells[column.label].texts == ["60.00 ± 0.00 (2)", "half target 30.00 ± 0.00"]
+        assert "below it the score with half of the target return." in table.note
+        assert f"Episodes are played in Walker2d-v4. {column.recipe}: {note}." in table.note
+
+    def test_the_papers_average_has_its_deviation(self, tmp_path):
+        for column in tables.D4RL.columns:
+            write_run(tmp_path, column.recipe, "flow", 0, 70, metric="score")
+        (line,) = the(collect([tmp_path]), "d4rl").lines
+        assert line.average.texts == ["70.00", "paper 73.5 ± 2.9, -3.50"]
 
     def test_stand_ins_are_averaged_among_themselves(self, tmp_path):
         for column, score in zip(tables.RL_STAND_INS.columns[:2], (20, 40), strict=True):

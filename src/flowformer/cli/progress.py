@@ -92,7 +92,8 @@ def _print_record(label: str, record: dict[str, Any]) -> None:
         numbers = {key: value for key, value in record.items() if isinstance(value, float) and key != "epoch"}
         scores = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
         when = f"{label}, epoch {record['epoch']:g}, update {record['step']}"
-        console.print(f"{when}: {record['split']} {scores}", highlight=False, soft_wrap=True)
+        facts = "".join(f"; {record[key]}" for key in ("environment", "note") if key in record)
+        console.print(f"{when}: {record['split']} {scores}{facts}", highlight=False, soft_wrap=True)
         console.file.flush()
 
 

@@ -15,7 +15,6 @@ from .progress import queue_progress
 
 if TYPE_CHECKING:
     from ..train.reproduce import Job
-    from ..train.results import Row
 
 
 @command(app, "reproduce")
@@ -29,16 +28,18 @@ def reproduce(
         list[str] | None,
         typer.Option(help="Only cells whose name matches, as '*JapaneseVowels*' or 'lra/text/*'. Repeatable."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of a cell; default as many as the table says.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Runs of a cell; default as many as the table says.")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop within so many minutes; unfinished runs leave checkpoints.")
     ] = None,
     pack: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time; default eight, fewer on few cores.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the queue, which machines may share.")] = Path(
-        "runs/reproduce"
-    ),
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="The folder of the queue, which machines may share.")
+    ] = Path("runs/reproduce"),
     known: Annotated[
         list[Path] | None,
         typer.Option(help="A results.csv or results.html, whose runs are in the tables and not run again. Repeatable."),
@@ -53,8 +54,6 @@ def reproduce(
     each run some cells in a folder of its own; [bold]flowformer results[/bold] merges the folders.
     """
     from ..train import reproduce as queue
-    from ..train import summary
-    from ..train.figures import draw_speeds
     from ..train.loop import Interrupted
     from ..train.results import collect
 
@@ -78,15 +77,11 @@ def reproduce(
         errors.print(str(stopped))
         raise typer.Exit(130) from stopped
     finally:
-        rows = collect([out, *(known or ())])
-        if rows:
-            figures = _draw_figures(rows, out / "figures", data)
-            speeds = out / "speed" / queue.SPEED
-            if speeds.exists():
-                figures |= draw_speeds(speeds, out / "figures")
-            written = summary.write(rows, out, figures, known or ())
-    if rows:
-        print(json.dumps(rows)) if as_json else print(summary.markdown(rows))
+        found = _Found([out, *(known or ())])
+        if found:
+            written = found.write(out, data)
+    if found:
+        found.print(as_json)
         say(f"Written: {', '.join(map(str, written))}")
     unfinished = [job for job in jobs if job.blocked is None and not job.is_done]
     if running.stopped is not None or len(unfinished) > len(running.failed):
@@ -98,14 +93,48 @@ def reproduce(
         raise ValueError(f"none of these cells can run. {_HOW_TO_UNBLOCK}")
 
 
-def _draw_figures(rows: list[Row], folder: Path, data: Path | None) -> dict[str, Path]:
-    """Draw the figures and return their paths by caption; print which are left out, and the reason."""
-    from ..train.figures import draw_figures
+class _Found:
+    """The finished runs and the tables of speeds of some sources. It is False if there are none.
 
-    figures, left_out = draw_figures(rows, folder, data)
-    for caption, error in left_out.items():
-        errors.print(f"A figure is left out, {caption}: {advice(error)}", soft_wrap=True, highlight=False)
-    return figures
+    Args:
+        sources: as for `collect`; also CSV files of `flowformer bench lra`.
+    """
+
+    def __init__(self, sources: list[Path]) -> None:
+        from ..train import speeds
+        from ..train.results import collect
+
+        self.speed_files = [path for source in sources for path in speeds.find(source)]
+        self.speeds = [speeds.read(path) for path in self.speed_files]
+        self.sources = [source for source in sources if source not in self.speed_files]
+        self.rows = collect(self.sources)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.speeds)
+
+    def write(self, folder: Path, data: Path | None) -> list[Path]:
+        """Write the tables, then draw the figures and add them; return the files."""
+        from ..train import summary
+
+        summary.write(self.rows, folder, {}, self.sources, self.speeds)  # first, since drawing may take minutes
+        figures = self._draw(folder / "figures", data)
+        return summary.write(self.rows, folder, figures, self.sources, self.speeds)
+
+    def _draw(self, folder: Path, data: Path | None) -> dict[str, Path]:
+        """Draw the figures and return their paths by caption; print which are left out, and the reason."""
+        from ..train.figures import draw_figures, draw_speeds
+
+        figures, left_out = draw_figures(self.rows, folder, data)
+        for caption, error in left_out.items():
+            errors.print(f"A figure is left out, {caption}: {advice(error)}", soft_wrap=True, highlight=False)
+        for path in self.speed_files:
+            figures |= draw_speeds(path, folder)
+        return figures
+
+    def print(self, as_json: bool) -> None:
+        from ..train import summary
+
+        print(json.dumps(self.rows) if as_json else summary.markdown(self.rows, self.speeds))
 
 
 _HOW_TO_UNBLOCK = (
@@ -158,10 +187,13 @@ def _print_jobs(jobs: list[Job], as_json: bool) -> None:
 def results(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Folders with runs below them, results.csv or results.html files; default runs."),
+        typer.Argument(
+            help="Folders with runs below them, results.csv or results.html files, CSVs of bench lra; default runs."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write results.csv, results.md and results.html into this folder.")
+        Path | None,
+        typer.Option(file_okay=False, help="Write results.csv, results.md and results.html into this folder."),
     ] = None,
     data: DataDir = None,
     as_json: Json = False,
@@ -172,17 +204,14 @@ def results(
     tables without the paper's numbers; a footnote marks overrides that change only the arithmetic, such as precision.
     An earlier results.html keeps the curves and figures of runs whose folders are gone.
     """
-    from ..train import summary
-    from ..train.results import collect
-
     sources = runs or [Path("runs")]
-    rows = collect(sources)
-    if not rows:
+    found = _Found(sources)
+    if not found:
         raise ValueError(f"{', '.join(map(str, sources))} has no finished run, which is a folder with a result.json.")
     if out is not None:
-        written = summary.write(rows, out, _draw_figures(rows, out / "figures", data), sources)
+        written = found.write(out, data)
         errors.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
-    print(json.dumps(rows) if as_json else summary.markdown(rows))
+    found.print(as_json)
 
 
 @command(app, "plot")

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import data
 from .._utils import atomic_file
 from ..models.base import WEIGHTS_FILE
+from . import speeds
 from .config import TrainConfig, load
 from .evaluation import dataset_size, open_run
 from .record import CONFIG
@@ -150,9 +151,9 @@ def draw_speeds(path: Path, folder: Path) -> dict[str, Path]:
     from .. import viz
 
     folder.mkdir(parents=True, exist_ok=True)
-    image = folder / f"{path.stem}.png"
+    image = folder / f"{path.stem}-{_digest([path])}.png"
     _save(viz.speed_figure(path), image)
-    return {"Steps per second of one model with each attention": image}
+    return {speeds.read(path).title: image}
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -33,11 +33,11 @@ from .methods.config import METHODS
 from .record import CONFIG, RESULT
 from .record import LOG as RECORDS
 from .results import Identity, Row, identity, planned_identity, same_experiment
+from .speeds import SPEED
 from .tables import Cell
 
 LOG = "worker.log"
 ERROR = "error.txt"
-SPEED = "lra-speed.csv"
 MIN_FREE_BYTES = 256 * 2**20  # disk space for a few checkpoints
 _POLL = 0.2  # seconds between checks of the running jobs
 _START = 20.0  # seconds that a run takes to start; with less time left, no run is started
@@ -133,6 +133,8 @@ def jobs(
                 "and how many runs each has by seeds."
             )
     chosen = [cell for each in tables.select(table) for cell in each.cells()]
+    if not chosen and (overrides or seeds):
+        raise ValueError(f"{table} is a benchmark, which takes no overrides and no seeds; leave them out.")
     speed = [_speed(out)] if table in ("speed", tables.ALL) else []
     known = [*dict.fromkeys(cell.name for cell in chosen), *(job.name for job in speed)]
     for pattern in cells:

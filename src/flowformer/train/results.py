@@ -37,6 +37,9 @@ _COLUMNS = (
     "paper",
     "top5_final",
     "top5_best",
+    "half_target_final",
+    "half_target_best",
+    "note",
     "steps",
     "parameters",
     "multiply_adds",
@@ -46,6 +49,7 @@ _COLUMNS = (
     "data",
     "checksum",
     "differs",
+    "environment",
     "device",
     "processes",
     "torch",
@@ -60,6 +64,8 @@ _NUMBERS = (
     "paper",
     "top5_final",
     "top5_best",
+    "half_target_final",
+    "half_target_best",
     "training_seconds",
     "steps_per_second",
     "peak_memory_mib",
@@ -67,6 +73,7 @@ _NUMBERS = (
 _WHOLE = ("seed", "best_step", "steps", "parameters", "multiply_adds", "processes")
 _KINDS = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(_WHOLE, int)}  # of the columns that are not text
 _REQUIRED = ("recipe", "attention", "seed", "metric", "final", "best", "best_chosen_on")
+_NEEDED = (*_REQUIRED, "overrides", "paper", "data", "device", "commit", "folder")  # columns of every results.csv
 _SELECTED_ON = ("valid", "test", "nothing")
 # fields of a config in which runs of the same experiment may differ
 _SAME_EXPERIMENT = (
@@ -244,7 +251,9 @@ def _row(run: Path) -> Row:
         row[which] = percent(metric, result[which][metric])
         top5 = result[which].get("top5")
         row[f"top5_{which}"] = None if top5 is None else percent("top5", top5)
+        row[f"half_target_{which}"] = result[which].get("score_half_target")
     row["best_step"] = result["best"].get("step")
+    row["note"] = result["final"].get("note")
     row["overrides"] = " ".join(differences(fields))
     row["multiply_adds"] = None if method_of(fields) else _multiply_adds(from_dict(fields))
     row["paper"] = comparable_score(fields, row["attention"])
@@ -308,17 +317,17 @@ def _read_csv(path: Path) -> Iterable[Row]:
 
 
 def _csv_rows(reader: csv.DictReader, path: Path) -> Iterable[Row]:
-    missing = set(_COLUMNS).difference(reader.fieldnames or ())
+    missing = set(_NEEDED).difference(reader.fieldnames or ())
     if missing:
         raise ValueError(
             f"{path} is no table of results: it lacks {', '.join(sorted(missing))}. Accepted: a results.csv of "
-            "flowformer results --out, with all of its columns."
+            "flowformer results --out, also of an earlier version."
         )
     for row in reader:
         try:
             if None in row or None in row.values():
                 raise ValueError(f"it does not have {len(reader.fieldnames or ())} columns, as the first line has")
-            yield _typed({name: row[name] for name in _COLUMNS})
+            yield _typed({name: row.get(name) for name in _COLUMNS})
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {reader.line_num} is damaged: {error}. Correct it, or copy it again."

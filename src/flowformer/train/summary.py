@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import write_atomically
+from .paper import paper_average
 from .recipes import PUBLISHED
 from .record import LOG, read_log
 from .results import Row, has_folder, identity, is_arithmetic, is_page, same_experiment, write_csv
+from .speeds import SpeedTable
 from .tables import DATA_OPTIONS, FIGURES, TABLES, Cell, Column, Evaluation, Method, Table
 
 _SIZES = {"top5": "top-5", "parameters": "parameters, M", "flops": "FLOPs, G"}
@@ -57,6 +59,7 @@ class Filled:
         final, best: scores of the two evaluations over the runs.
         runs: the rows of the runs; empty for an average.
         paper, paper_deviation: the paper's numbers; None if it has none, or the runs are another experiment.
+        half_target: the score of episodes that are played with half of the target return; None for other tasks.
     """
 
     compared: Evaluation
@@ -65,6 +68,7 @@ class Filled:
     runs: tuple[Row, ...]
     paper: float | None = None
     paper_deviation: float | None = None
+    half_target: Score | None = None
 
     @property
     def score(self) -> Score:
@@ -83,13 +87,14 @@ class Filled:
 
     @property
     def texts(self) -> list[str]:
-        """The lines of the cell: our number, then the paper's, then our other evaluation."""
+        """The lines of the cell: our number, then the paper's, then our other evaluation and the other target."""
         seeds = f" ({len(self.runs)})" if len(self.runs) > 1 else ""
         texts = [f"{self.score}{seeds}"]
         if self.paper is not None:
             spread = "" if self.paper_deviation is None else f" ± {self.paper_deviation}"
             texts.append(f"paper {self.paper}{spread}, {self.difference:+.2f}")
-        return [*texts, *([] if self.other is None else [self.other])]
+        other_target = None if self.half_target is None else f"half target {self.half_target}"
+        return [*texts, *(each for each in (self.other, other_target) if each is not None)]
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ class FilledTable:
         below = ["the paper's number and ours minus it"] if any(cell.paper is not None for cell in self.cells) else []
         if any(cell.other for cell in self.cells):
             below.append(f"the {other}")
+        if any(cell.half_target for cell in self.cells):
+            below.append("the score with half of the target return")
         sentences = [f"{compared.capitalize()}{'; below it ' if below else ''}{', then '.join(below)}."]
         if "nothing" in chosen and len(chosen) > 1:
             sentences.append("Methods without attention are evaluated once, at the end.")
@@ -180,6 +187,11 @@ class FilledTable:
             sentences.append("These runs are not the recipe's experiment, so the paper's numbers are left out.")
         if self.arithmetic is not None:
             sentences.append("Further runs: a table above has more of these methods, in other arithmetic.")
+        environments = sorted({run["environment"] for run in self.runs if run["environment"]})
+        if environments:
+            sentences.append(f"Episodes are played in {', '.join(environments)}.")
+        notes = {run["data"]: run["note"] for run in self.runs if run["note"]}
+        sentences += [f"{name}: {note}." for name, note in sorted(notes.items())]
         differing = {run["data"]: run["differs"] for run in self.runs if run["differs"]}
         sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
         footnotes = [
@@ -323,7 +335,9 @@ def _line(
 def _cell(cell: Cell, rows: list[Row], comparable: bool) -> Filled:
     final, best = (Score.of([row[which] for row in rows]) for which in ("final", "best"))
     paper, deviation = (cell.paper(), cell.paper("deviation")) if comparable else (None, None)
-    return Filled(cell.table.compared, final, best, tuple(rows), paper, deviation)
+    half = [row[f"half_target_{cell.table.compared}"] for row in rows]
+    half_target = None if None in half else Score.of(half)
+    return Filled(cell.table.compared, final, best, tuple(rows), paper, deviation, half_target)
 
 
 def _average(
@@ -343,7 +357,9 @@ def _average(
         return Score(mean, _deviation(by_seed) if same_seeds else None)
 
     paper = table.paper_average(method, counted) if comparable else None
-    return Filled(table.compared, score("final"), score("best"), (), None if paper is None else round(paper, 2))
+    deviation = paper_average(table.family, method.name, "deviation") if tuple(counted) == table.columns else None
+    rounded = None if paper is None else round(paper, 2)
+    return Filled(table.compared, score("final"), score("best"), (), rounded, None if paper is None else deviation)
 
 
 def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[str]]:
@@ -367,14 +383,16 @@ def _figures(cell: Cell, rows: list[Row], comparable: bool) -> dict[str, list[st
     return shown
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[Row], speeds: Iterable[SpeedTable] = ()) -> str:
     """The filled tables, then a list of all runs with their differences from the recipe; the CSV has more columns."""
     blocks = ["# Results"]
-    for table in fill(rows):
+    shown: list[FilledTable | SpeedTable] = [*fill(rows), *speeds]
+    for table in shown:
         headings, lines = table.grid()
         cells = [[name, *("<br>".join(_texts(cell)) for cell in line)] for name, line in lines]
         blocks += [f"## {table.title}", table.note, _markdown_table(["", *headings], cells)]
-    blocks += ["## Runs", _markdown_table(list(_RUN_COLUMNS.values()), [_run(row) for row in rows])]
+    if rows:
+        blocks += ["## Runs", _markdown_table(list(_RUN_COLUMNS.values()), [_run(row) for row in rows])]
     return "\n\n".join(blocks)
 
 
@@ -410,7 +428,11 @@ def _markdown_table(headings: list[str], lines: list[list[str]]) -> str:
 
 
 def write(
-    rows: list[Row], folder: Path, figures: Mapping[str, Path] | None = None, sources: Iterable[Path] = ()
+    rows: list[Row],
+    folder: Path,
+    figures: Mapping[str, Path] | None = None,
+    sources: Iterable[Path] = (),
+    speeds: Sequence[SpeedTable] = (),
 ) -> list[Path]:
     """Write results.csv, with a row per run; results.md, with the tables; and results.html, with tables and curves.
 
@@ -419,21 +441,24 @@ def write(
         figures: images for the HTML page by their captions.
         sources: where the runs come from, as for `collect`; pages among them keep the curves of runs without a folder,
             and figures that are not drawn anew.
+        speeds: further tables, of benchmarks.
 
     Returns: the files that were written; without matplotlib there is no HTML page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     csv, text, html = (folder / f"results.{kind}" for kind in ("csv", "md", "html"))
     write_csv(rows, csv)
-    write_atomically(text, markdown(rows) + "\n")
+    write_atomically(text, markdown(rows, speeds) + "\n")
     try:
-        write_atomically(html, page(rows, figures or {}, sources))
+        write_atomically(html, page(rows, figures or {}, sources, speeds))
     except ImportError:
         return [csv, text]
     return [csv, text, html]
 
 
-def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] = ()) -> str:
+def page(
+    rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] = (), speeds: Iterable[SpeedTable] = ()
+) -> str:
     """The page of results as HTML."""
     from ..viz.page import curves, read_page, results_page
 
@@ -444,11 +469,18 @@ def page(rows: list[Row], figures: Mapping[str, Path], sources: Iterable[Path] =
     images |= {caption: path.read_bytes() for caption, path in figures.items()}
     numbers = {id(row): i for i, row in enumerate(rows)}
     tables: list[dict[str, Any]] = []
-    for table in fill(rows):
+    shown: list[FilledTable | SpeedTable] = [*fill(rows), *speeds]
+    for table in shown:
         headings, lines = table.grid()
-        cells = [(name, [_page_cell(cell, numbers) for cell in line]) for name, line in lines]
-        shown = {"title": table.title, "note": table.note, "headings": ["", *headings], "lines": cells}
-        tables.append({**shown, "last": table.average_label})
+        tables.append(
+            {
+                "title": table.title,
+                "note": table.note,
+                "headings": ["", *headings],
+                "lines": [(name, [_page_cell(cell, numbers) for cell in line]) for name, line in lines],
+                "last": table.average_label,
+            }
+        )
     every = [
         (
             row["recipe"],
@@ -486,7 +518,6 @@ def _page_cell(cell: Filled | list[str] | None, numbers: dict[int, int]) -> dict
         return None
     text, *below = _texts(cell)
     if isinstance(cell, Filled):
-        value, runs = cell.score.mean, [numbers[id(row)] for row in cell.runs]
-    else:
-        value, runs = float(text), []
-    return {"text": text, "below": below, "value": value, "runs": runs}
+        return {"text": text, "below": below, "value": cell.score.mean, "runs": [numbers[id(row)] for row in cell.runs]}
+    value = float(text) if text[0].isdigit() else None  # None for a text such as OOM
+    return {"text": text, "below": below, "value": value, "runs": []}
