@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from finished_runs import write_run
 
-from flowformer.train import benchmark, config, recipes, tasks
+from flowformer.train import benchmark, config, recipes, reproduce, summary, tasks
 from flowformer.train.overrides import override
+from flowformer.train.results import collect
 
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder"]
 
@@ -43,6 +45,21 @@ def test_every_rival_of_every_task_builds_and_runs(task, attention):
     tokens = torch.randint(1, 16, (1, 130))
     with torch.no_grad():
         assert model(*[tokens] * (2 if task == "retrieval" else 1)).isfinite().all()
+
+
+def test_runs_are_compared_with_the_paper(tmp_path):
+    """Its scores of rivals are the benchmark's."""
+    planned = reproduce.jobs("lra", tmp_path, cells=["lra/listops/*"], seeds=1, overrides=["preset=benchmark"])
+    papers = {job.name.rpartition("/")[2]: job.paper for job in planned}
+    assert set(papers) == {*benchmark.OPTIONS, "performer"}, "cells that the benchmark does not have are left out"
+    assert (papers["linear"], papers["performer"], papers["performer-relu"]) == (16.13, 18.01, None)
+    with pytest.raises(ValueError, match="none of these cells has preset=benchmark"):
+        reproduce.jobs("uea", tmp_path, overrides=["preset=benchmark"])
+    write_run(tmp_path, "lra/text", "longformer", 0, 0.63, overrides=["preset=benchmark"])
+    write_run(tmp_path, "lra/text", "linear", 0, 0.63, overrides=["preset=benchmark", "precision=bf16"])
+    (table,) = summary.fill(collect([tmp_path]))
+    assert table.title == "Long-Range Arena, accuracy in %: preset=benchmark"
+    assert [line.cells["Text"].paper for line in table.lines] == [65.9, 62.85]
 
 
 def test_sizes_options_and_rates_are_those_of_the_attention_and_the_task():

@@ -75,20 +75,30 @@ WEIGHT_DECAY = {("image", "sinkhorn"): 0.7}
 RATES = {"listops": 0.05, "text": 0.05, "retrieval": 0.05, "image": 5e-4, "pathfinder": 1e-3}
 
 
+def options_of(recipe: str) -> dict[str, dict[str, Any]]:
+    """The options of each attention that the benchmark has for a recipe; empty for recipes of other data."""
+    task = _task(recipe)
+    if task not in RATES:
+        return {}
+    # the benchmark's Performer has two random features on ListOps, and ReLU features (performer-relu) elsewhere
+    return {**OPTIONS, "performer": {"features": 2}} if task == "listops" else OPTIONS
+
+
+def _task(recipe: str) -> str:
+    return {"acl": "retrieval"}.get(recipe, recipe.partition("@")[0].removeprefix("lra/"))
+
+
 def benchmark(config: TrainConfig) -> TrainConfig:
     """Return the config with the benchmark's model size, attention options and learning rate for its attention.
 
     Defects of the benchmark's code are not reproduced: blocks are contiguous, and BigBird on images has four heads,
     which the benchmark sets under a misspelt key. Positions and padding stay as in the recipe.
     """
-    task = {"acl": "retrieval"}.get(config.recipe, config.recipe.partition("@")[0].removeprefix("lra/"))
-    model = config.model
-    if task not in RATES or not isinstance(model, ClassifierConfig):
+    task, model, options = _task(config.recipe), config.model, options_of(config.recipe)
+    if not options or not isinstance(model, ClassifierConfig):
         raise ValueError(
             f"{config.recipe} is not of the Long-Range Arena; preset=benchmark is for {', '.join(RATES)} and acl."
         )
-    # the benchmark's Performer has two random features on ListOps, and ReLU features (performer-relu) elsewhere
-    options = {**OPTIONS, "performer": {"features": 2}} if task == "listops" else OPTIONS
     if model.attention not in options:
         raise ValueError(
             f"the benchmark has no {model.attention} attention for {task}; accepted: attention={', '.join(options)}."

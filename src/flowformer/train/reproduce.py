@@ -28,11 +28,12 @@ import torch
 from .. import data
 from .._utils import check_positive, cores, suggestion, write_atomically
 from . import checkpoints, claims, tables
+from .benchmark import options_of
 from .loop import Interrupted, stop_requests
 from .methods.config import METHODS
 from .record import CONFIG, RESULT
 from .record import LOG as RECORDS
-from .results import Identity, Row, identity, planned_identity, same_experiment
+from .results import BENCHMARK, Identity, Row, identity, planned_identity, same_experiment
 from .speeds import SPEED
 from .tables import Cell
 
@@ -122,7 +123,8 @@ def jobs(
         out: the folder of the queue.
         cells: patterns such as "*JapaneseVowels*" or "lra/text/*"; a cell must match one of them, if there are any.
         seeds: number of seeds of each cell; None for the number that the table has.
-        overrides: key=value each, applied to every recipe; results are labelled with them.
+        overrides: key=value each, applied to every recipe; results are labelled with them. With preset=benchmark, only
+            cells are run that the Long-Range Arena has.
         data_dir: the folder of all data sets.
         finished: rows of finished runs, on this or another machine, which do not run again.
     """
@@ -147,9 +149,11 @@ def jobs(
     prioritised = [
         (seed, _priority(cell), _job(cell, seed, out, overrides, data_dir, finished_runs))
         for cell in chosen
-        if _matches(cell.name, cells)
+        if _matches(cell.name, cells) and (BENCHMARK not in overrides or cell.method.name in options_of(cell.recipe))
         for seed in range(seeds or cell.seeds)
     ]
+    if chosen and not prioritised:
+        raise ValueError(f"none of these cells has {BENCHMARK}, which the rivals of the Long-Range Arena have.")
     unique: dict[Path, Job] = {}
     for _, _, job in sorted(prioritised, key=lambda each: each[:2]):
         unique.setdefault(job.folder, job)  # a run of two tables is started with the first of them

@@ -87,6 +87,7 @@ _SAME_EXPERIMENT = (
     "keep",
     "model.attention",
 )
+BENCHMARK = "preset=benchmark"
 # fields that change only the arithmetic: runs that differ in them are compared with the paper, with a label
 ARITHMETIC = ("precision", "compile", "graphs", "accumulate")
 
@@ -170,12 +171,14 @@ def _runs(source: Path) -> Iterable[Path]:
 
 
 def same_experiment(differences: str) -> bool:
-    """Whether runs with these differences from a recipe are compared with the paper: only the arithmetic may differ.
+    """Whether runs with these differences from a recipe are compared with the paper.
+
+    The arithmetic may differ, and rivals in the Long-Range Arena may have the benchmark's sizes, as in the paper.
 
     >>> same_experiment("precision=tf32"), same_experiment("precision=tf32 epochs=8")
     (True, False)
     """
-    return all(each == recipes.PUBLISHED or is_arithmetic(each) for each in differences.split())
+    return all(each in (recipes.PUBLISHED, BENCHMARK) or is_arithmetic(each) for each in differences.split())
 
 
 def is_arithmetic(override: str) -> bool:
@@ -221,8 +224,9 @@ def differences(fields: dict[str, Any]) -> list[str]:
         )
         return [f"{key}={_text(value)}" for key, value in actual.items() if default.get(key) != value]
     config = from_dict(fields)
-    default = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}"]))
-    return [
+    preset = [BENCHMARK] if config.preset == "benchmark" else []
+    default = keys(override(recipes.get(config.recipe), [f"attention={config.model.attention}", *preset]))
+    return preset + [
         f"{key}={_text(value)}"
         for key, value in keys(config).items()
         if key not in _SAME_EXPERIMENT and not isinstance(value, FlowVariant) and default.get(key) != value

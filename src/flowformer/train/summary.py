@@ -181,6 +181,8 @@ class FilledTable:
             sentences.append("Methods without attention are evaluated once, at the end.")
         if any(len(cell.runs) > 1 for cell in self.cells):
             sentences.append("Mean ± standard deviation over seeds (number of seeds).")
+        if self.table.remark and any(cell.paper is not None for cell in self.cells):
+            sentences.append(self.table.remark)
         if PUBLISHED in self.protocol.split():
             sentences.append("These runs do what the released code does where it differs from the paper.")
         if not same_experiment(self.protocol):

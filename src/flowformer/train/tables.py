@@ -74,6 +74,7 @@ class Table:
         family: key of the averages that the paper prints, see `paper_average`; None for a table without averages.
         figures: further numbers that the table shows.
         methods_across: whether methods are columns in the paper, and data sets rows.
+        remark: a sentence on the paper's numbers.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Table:
     family: str | None = None
     figures: tuple[Figure, ...] = ()
     methods_across: bool = False
+    remark: str = ""
 
     def cells(self) -> Iterator[Cell]:
         for method in self.methods:
@@ -240,6 +242,7 @@ LRA = Table(
     ),
     seeds=3,
     family="lra",
+    remark="The paper's scores of rivals, except cosFormer, are the benchmark's, of models as with preset=benchmark.",
 )
 
 _LANGUAGE_METHODS = (
