@@ -76,7 +76,7 @@ def measure_degeneracy(
 
     Args:
         runs, model, data_dir: as in `draw_comparison`.
-        examples: number of test examples, the first ones; a smaller test set is measured as a whole.
+        examples: number of test examples, at equal distances in the test set; a smaller one is measured as a whole.
 
     Returns: the layers of each run in the order they run, by the labels of `draw_comparison`.
     """
@@ -85,7 +85,10 @@ def measure_degeneracy(
     opened = _open_compared(runs, model)
     config = next(iter(opened.values()))[0]
     splits = data.load(config.data, data_dir, **config.data_options)
-    measured = [splits.test[i] for i in range(min(examples, dataset_size(splits.test)))]
+    size = dataset_size(splits.test)
+    count = min(examples, size)
+    # the first ones would be of a few classes: many test sets are sorted by class
+    measured = [splits.test[i * size // count] for i in range(count)]
     layers: dict[str, list[Degeneracy]] = {}
     for label, (config, task, trained) in opened.items():
         batch = data.collate(measured, padded_length(config, splits))
