@@ -23,6 +23,7 @@ from flowformer.cli.app import command as registered
 from flowformer.cli.progress import progress
 from flowformer.train import demo, evaluation, paper, recipes
 from flowformer.train.config import to_dict
+from flowformer.train.figures import measure_degeneracy
 from flowformer.train.methods.config import configure
 from flowformer.train.overrides import override
 from flowformer.train.recipes import names
@@ -185,7 +186,8 @@ class TestAfterwards:
         output = flowformer("plot", tmp_path / "results.csv", fails=True)
         assert "results.csv is no benchmark's CSV" in output
         assert "lacks" in output
-        for several in (["a.csv", "b.csv"], [folder, "a.csv"], [folder, folder, "--maps"]):
+        mixed = ([folder, folder, "--maps"], [folder, "--maps", "--compare"], ["a.csv", "--compare"])
+        for several in (["a.csv", "b.csv"], [folder, "a.csv"], *mixed):
             assert "accepted: several folders of runs, also with --compare, or one with --maps" in flowformer(
                 "plot", *several, fails=True
             )
@@ -193,8 +195,14 @@ class TestAfterwards:
     def test_comparison_of_attentions(self, run, tmp_path):
         folder, _ = run
         flowformer("train", "uea/JapaneseVowels", *TINY, "attention=linear", "--out", tmp_path / "linear", "--json")
-        flowformer("plot", folder, tmp_path / "linear", "--compare", "--out", tmp_path / "both.png")
+        output = flowformer("plot", folder, tmp_path / "linear", "--compare", "--out", tmp_path / "both.png")
         assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+        measured = measure_degeneracy([folder, tmp_path / "linear"])
+        lines = [re.findall(r"[\w.]+", line) for line in output.splitlines() if line.startswith("│")]
+        assert lines == [
+            [name, "1", f"{layer.evenness:.3f}", f"{100 * layer.top_share:.1f}"] for name, (layer,) in measured.items()
+        ]
+        assert [line[0] for line in lines] == ["flow", "linear"]
         config = json.loads((tmp_path / "linear/config.json").read_text())
         (tmp_path / "linear/config.json").write_text(json.dumps({**config, "data_options": {"partial": True}}))
         output = flowformer("plot", folder, tmp_path / "linear", "--compare", fails=True)

@@ -13,10 +13,14 @@ import pytest
 from finished_runs import write_run
 from helpers import ROOT
 from matplotlib.figure import Figure
+from tiny_training import SERIES
 
+from flowformer import data
+from flowformer.models import FlowformerTimeSeries
 from flowformer.train import figures, speeds, summary
 from flowformer.train.figures import draw_speeds
 from flowformer.train.results import collect
+from flowformer.viz import degeneracies
 from flowformer.viz.page import read_page
 
 
@@ -145,6 +149,47 @@ class TestSpeeds:
         (tmp_path / speeds.SPEED).write_text(content)
         with pytest.raises(ValueError, match=r"lra-speed\.csv is no table of speeds, or damaged"):
             speeds.read(tmp_path / speeds.SPEED)
+
+
+class TestDegeneracy:
+    @pytest.fixture(autouse=True)
+    def _waves(self, monkeypatch):
+        monkeypatch.setattr(data, "load", lambda *args, **options: SERIES)
+
+    def test_is_that_of_examples_from_the_whole_test_set(self, finished):
+        folder, _ = finished
+        model = FlowformerTimeSeries.from_pretrained(folder / "final")
+        for examples, measured in ((8, range(0, 24, 3)), (figures.MEASURED_EXAMPLES, range(24))):
+            batch = data.collate([SERIES.test[i] for i in measured])
+            expected = degeneracies({"flow": model}, batch["series"], batch["mask"], batch_size=24)
+            (layer,) = figures.measure_degeneracy([folder], examples=examples)["flow"]
+            assert layer == pytest.approx(expected["flow"][0], rel=1e-5)
+
+    def test_a_run_keeps_its_padding(self, finished, tmp_path):
+        """The released code attends to padding, so its weights depend on the length of the batch."""
+        assert len(SERIES.test[0]["series"]) < 12
+        run = shutil.copytree(finished[0], tmp_path / "published")
+        for path, key, value in (("config.json", "pad_full", True), ("final/config.json", "mask_padding", False)):
+            fields = json.loads((run / path).read_text())
+            assert key in fields
+            (run / path).write_text(json.dumps({**fields, key: value}))
+        model = FlowformerTimeSeries.from_pretrained(run / "final")
+        batch = data.collate([SERIES.test[0]], 12)
+        expected = degeneracies({"flow": model}, batch["series"], batch["mask"])
+        # another run is padded as it was trained, whatever the order
+        for runs in ([run, finished[0]], [finished[0], run]):
+            measured = figures.measure_degeneracy(runs, examples=1)
+            assert measured["flow, published"] == expected["flow"] != measured["flow, whole"]
+
+    def test_runs_of_the_same_name(self, finished, tmp_path):
+        folders = [shutil.copytree(finished[0], tmp_path / place / "run") for place in "ab"]
+        assert list(figures.measure_degeneracy(folders)) == [f"flow, {folder}" for folder in folders]
+
+
+def test_speeds_are_drawn(tmp_path):
+    committed = ROOT / "results/lra-speed-cpu.csv"
+    ((_, image),) = draw_speeds(committed, tmp_path / "figures").items()
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

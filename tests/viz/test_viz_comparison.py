@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,3 +86,51 @@ def test_degeneracy_of_each_layer():
         assert len(layers) == 2
         assert all(0 < layer.evenness <= 1 and 0.1 <= layer.top_share < 1 for layer in layers)
     assert len({layers[0] for layers in found.values()}) == 4
+
+
+class TestDegeneracyOfPaddedSeries:
+    LENGTHS = (20, 3, 11, 2, 7)
+
+    @pytest.fixture
+    def padded(self):
+        torch.manual_seed(1)
+        mask = torch.arange(20) < torch.tensor(self.LENGTHS)[:, None]
+        return torch.randn(len(self.LENGTHS), 20, 3), mask
+
+    def test_batches_are_as_one(self, padded):
+        compared = models(FlowformerTimeSeries, SERIES)
+        whole = degeneracies(compared, *padded, batch_size=len(self.LENGTHS))
+        for name, layers in degeneracies(compared, *padded, batch_size=2).items():
+            for layer, expected in zip(layers, whole[name], strict=True):
+                assert layer == pytest.approx(expected, rel=1e-5)
+
+    def test_padding_changes_nothing(self, padded):
+        """Every row has the same weight in the evenness, and every series in the share of the top."""
+        series, _ = padded
+        compared = models(FlowformerTimeSeries, SERIES)
+        del compared["cosFormer"]  # some of its rows have no weight, and are left out of the mean
+        whole = degeneracies(compared, *padded, batch_size=2)
+        alone = [degeneracies(compared, x[None, :n]) for x, n in zip(series, self.LENGTHS, strict=True)]
+        for name, layers in whole.items():
+            for i, layer in enumerate(layers):
+                rows = sum(n * each[name][i].evenness for n, each in zip(self.LENGTHS, alone, strict=True))
+                assert layer.evenness == pytest.approx(rows / sum(self.LENGTHS), rel=1e-5)
+                shares = [each[name][i].top_share for each in alone]
+                assert layer.top_share == pytest.approx(sum(shares) / len(shares), rel=1e-5)
+
+    def test_uniform_attention_is_even(self, padded):
+        model = models(FlowformerTimeSeries, SERIES)["Transformer"]
+        for layer in model.layers:
+            torch.nn.init.zeros_(layer.attention.q_proj.weight)
+            torch.nn.init.zeros_(layer.attention.q_proj.bias)
+        # the top tenth is 2 of 20, 1 of 3, 2 of 11, 1 of 2 and 1 of 7 sources
+        share = (2 / 20 + 1 / 3 + 2 / 11 + 1 / 2 + 1 / 7) / 5
+        for layer in degeneracies({"uniform": model}, *padded, batch_size=2)["uniform"]:
+            assert layer == pytest.approx((1, share), rel=1e-5)
+
+
+def test_a_stage_of_one_token_has_no_evenness():
+    config = replace(IMAGES, image_size=4)
+    (found,) = degeneracies({"flow": FlowformerVision(config).eval()}, torch.randn(2, 3, 4, 4)).values()
+    assert 0 < found[0].evenness <= 1
+    assert found[1] == pytest.approx((math.nan, 1), nan_ok=True)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from .app import STARTED, DataDir, Json, advice, app, command, console, errors
 from .progress import queue_progress
 
 if TYPE_CHECKING:
+    from ..nn import Degeneracy
     from ..train.reproduce import Job
 
 
@@ -223,22 +225,29 @@ def plot(
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Source weights of the attention of each run, on the same test examples."),
+        typer.Option(
+            "--compare",
+            help="Source weights of the attention of each run on the same test examples, and how even they are.",
+        ),
     ] = False,
     data: DataDir = None,
 ) -> None:
-    """Draw the training curves of runs, the maps of a run, a comparison of attentions, or the speeds of a benchmark."""
+    """Draw the training curves of runs, the maps of a run, a comparison of attentions, or the speeds of a benchmark.
+
+    A comparison also prints how even the attention of each layer is over test examples.
+    """
     from .. import viz
-    from ..train.figures import draw_comparison, draw_maps
+    from ..train.figures import MEASURED_EXAMPLES, draw_comparison, draw_maps, measure_degeneracy
     from ..train.record import read_log
 
     first = runs[0]
-    if (len(runs) > 1 and (maps or any(run.suffix == ".csv" for run in runs))) or (maps and compare):
+    benchmark = any(run.suffix == ".csv" for run in runs)
+    if (len(runs) > 1 and (maps or benchmark)) or maps + compare + benchmark > 1:
         raise ValueError(
             f"got {len(runs)} arguments; accepted: several folders of runs, also with --compare, or one with --maps, "
             "or one CSV."
         )
-    if first.suffix == ".csv":
+    if benchmark:
         figure, name = viz.speed_figure(first), first.with_suffix(".png")
     elif compare:
         figure, name = draw_comparison(runs, data_dir=data), first / "comparison.png"
@@ -251,3 +260,19 @@ def plot(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     console.print(f"{path}", soft_wrap=True)
+    if compare:
+        title = f"Attention weights of up to {MEASURED_EXAMPLES} test examples"
+        _print_degeneracy(measure_degeneracy(runs, data_dir=data), title)
+
+
+def _print_degeneracy(layers: dict[str, list[Degeneracy]], title: str) -> None:
+    table = Table("attention", "layer", "evenness", "top tenth", title=title)
+    for label, measured in layers.items():
+        for number, (evenness, top_share) in enumerate(measured, 1):
+            table.add_row(label, str(number), f"{evenness:.3f}", f"{100 * top_share:.1f} %")
+        table.add_section()
+    console.print(table)
+    console.print(
+        "Evenness: entropy of a sink's weights, 1 if they are uniform. Top tenth: share of all weight that goes to the "
+        "tenth of the sources with the largest, rounded up to whole sources."
+    )

@@ -35,7 +35,8 @@ class MatrixMaps(NamedTuple):
         """Measure how close the attention is to a plain mean over all sources.
 
         Args:
-            top: the fraction of the sources, largest column sums first, that `top_share` covers.
+            top: the fraction of the sources, largest column sums first, that `top_share` covers; rounded up to whole
+                sources, so a uniform share of few sources is above `top`.
         """
         is_counted = (self.row_sums > 0) & (self.visible > 1)[:, None]
         evenness = self.row_entropies / self.visible.clamp_min(2).to(self.row_entropies).log()[:, None]
@@ -50,7 +51,8 @@ class MatrixMaps(NamedTuple):
 class Degeneracy(NamedTuple):
     """How uniform an attention is. The paper calls it degenerate if near-uniform: evenness ≈ 1, top_share ≈ `top`.
 
-    In uniform causal attention, top_share ≈ top · (1 − log top), since more sinks see early sources.
+    In uniform causal attention, top_share ≈ top · (1 − log top), since more sinks see early sources. Rows with a single
+    visible source count for nothing in the evenness, which is NaN if there are no others.
     """
 
     evenness: float  # entropy of a row / entropy of a uniform row; mean over rows, heads and examples

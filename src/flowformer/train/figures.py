@@ -17,13 +17,18 @@ from .._utils import atomic_file
 from ..models.base import WEIGHTS_FILE
 from . import speeds
 from .config import TrainConfig, load
-from .evaluation import dataset_size, open_run
+from .evaluation import dataset_size, open_run, padded_length
 from .record import CONFIG
 from .results import Row, has_folder
 from .tables import FIGURES
+from .tasks import Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..nn import Degeneracy
+
+MEASURED_EXAMPLES = 256  # of the test set, over which `measure_degeneracy` averages
 
 
 @torch.no_grad()
@@ -54,18 +59,55 @@ def draw_comparison(runs: Sequence[Path], *, model: str = "final", data_dir: str
     """
     from .. import viz
 
+    opened = _open_compared(runs, model)
+    config = next(iter(opened.values()))[0]
+    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
+    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
+    return draw({label: trained for label, (_, _, trained) in opened.items()}, *inputs, titles=titles)
+
+
+def measure_degeneracy(
+    runs: Sequence[Path],
+    *,
+    model: str = "final",
+    examples: int = MEASURED_EXAMPLES,
+    data_dir: str | Path | None = None,
+) -> dict[str, list[Degeneracy]]:
+    """Measure how degenerate the attention of each run is in each layer; see `viz.degeneracies`.
+
+    Args:
+        runs, model, data_dir: as in `draw_comparison`.
+        examples: number of test examples, at equal distances in the test set; a smaller one is measured as a whole.
+
+    Returns: the layers of each run in the order they run, by the labels of `draw_comparison`.
+    """
+    from .. import viz
+
+    opened = _open_compared(runs, model)
+    config = next(iter(opened.values()))[0]
+    splits = data.load(config.data, data_dir, **config.data_options)
+    size = dataset_size(splits.test)
+    count = min(examples, size)
+    # the first ones would be of a few classes: many test sets are sorted by class
+    measured = [splits.test[i * size // count] for i in range(count)]
+    layers: dict[str, list[Degeneracy]] = {}
+    for label, (config, task, trained) in opened.items():
+        batch = data.collate(measured, padded_length(config, splits))
+        layers |= viz.degeneracies({label: trained}, *task.arguments(batch))
+    return layers
+
+
+def _open_compared(runs: Sequence[Path], model: str) -> dict[str, tuple[Any, Task, Any]]:
+    """The config, the task and the trained model of each run by its label; raises if they are on different data."""
     opened = [open_run(run, model) for run in runs]
-    config = opened[0][0]
-    data_sets = {json.dumps([other.data, other.data_options], sort_keys=True) for other, _, _ in opened}
+    data_sets = {json.dumps([config.data, config.data_options], sort_keys=True) for config, _, _ in opened}
     if len(data_sets) > 1:
         raise ValueError(f"runs must be on the same data to be compared, got {', '.join(sorted(data_sets))}.")
-    titles, inputs = _examples(config, data.load(config.data, data_dir, **config.data_options))
-    labels = [other.model.attention for other, _, _ in opened]
-    if len(set(labels)) < len(labels):
-        labels = [f"{label}, {run.name}" for label, run in zip(labels, runs, strict=True)]
-    models = {label: trained.eval() for label, (_, _, trained) in zip(labels, opened, strict=True)}
-    draw: Callable[..., Figure] = viz.compare_over_time if config.task == "series" else viz.compare_over_images
-    return draw(models, *inputs, titles=titles)
+    labels = attentions = [config.model.attention for config, _, _ in opened]
+    for names in ([run.name for run in runs], runs):
+        if len(set(labels)) < len(labels):
+            labels = [f"{attention}, {name}" for attention, name in zip(attentions, names, strict=True)]
+    return dict(zip(labels, opened, strict=True))
 
 
 def _examples(config: TrainConfig, splits: data.Splits) -> tuple[list[str], tuple[Tensor | None, ...]]:

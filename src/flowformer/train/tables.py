@@ -420,13 +420,16 @@ DEFAULTS = (
     _defaults(LANGUAGE_STAND_INS, "enwik8"),
 )
 
-# runs whose competition and allocation, or weights of the sources, are drawn
+# runs whose competition and allocation, or weights of the sources, are drawn; the paper's figures show
+# SpokenArabicDigits and ImageNet-1K
 FIGURES = Table(
     "figures",
     "Runs whose maps are drawn, accuracy in %",
     (
         Column("JapaneseVowels", "uea/JapaneseVowels", 0.6),
         Column("SelfRegulationSCP1", "uea/SelfRegulationSCP1", 1),
+        Column("SpokenArabicDigits", "uea/SpokenArabicDigits", 3.7),
+        Column("ImageNet-1K", "imagenet/hierarchical", 20_000),
         Column("CIFAR-10", "cifar10", 30, stands_in=True),
     ),
     (_FLOW, Method("Transformer", "softmax"), Method("Linear Trans.", "linear"), Method("cosFormer", "cosformer")),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..models.base import FlowModel
-from ..nn import Degeneracy, is_flow, record_maps, record_matrices
+from ..nn import Degeneracy, MatrixMaps, is_flow, record_maps, record_matrices
 from .maps import image_panels, over_pixels
 
 
@@ -37,19 +37,29 @@ def source_weights(model: FlowModel, *inputs: Any, layer: int = -1) -> Tensor:
     return matrices[layer].column_sums.float().mean(1)
 
 
-def degeneracies(models: Mapping[str, FlowModel], *inputs: Any, top: float = 0.1) -> dict[str, list[Degeneracy]]:
+def degeneracies(
+    models: Mapping[str, FlowModel], *inputs: Tensor | None, top: float = 0.1, batch_size: int = 16
+) -> dict[str, list[Degeneracy]]:
     """Measure how degenerate the attention of each model is in each layer; see `nn.MatrixMaps.degeneracy`.
 
     Args:
         models: models by name, in evaluation mode.
-        inputs: inputs of every model.
+        inputs: inputs of every model, None or with one row per example.
         top: fraction of the sources that count as the top, whose share of the total weight is measured.
+        batch_size: examples at a time. It limits the memory, and the result does not depend on it.
     """
+    count = next(len(x) for x in inputs if x is not None)
     by_model = {}
     for name, model in models.items():
-        with torch.no_grad(), record_matrices(model) as matrices:
-            model(*inputs)
-        by_model[name] = [maps.degeneracy(top) for maps in matrices]
+        batches = []
+        for start in range(0, count, batch_size):
+            part = [x if x is None else x[start : start + batch_size] for x in inputs]
+            with torch.no_grad(), record_matrices(model) as layers:
+                model(*part)
+            batches.append(layers)
+        # joined, not averaged over batches: evenness is a mean over rows, of which long series have more
+        joined = (MatrixMaps(*map(torch.cat, zip(*maps, strict=True))) for maps in zip(*batches, strict=True))
+        by_model[name] = [maps.degeneracy(top) for maps in joined]
     return by_model
 
 
