@@ -227,6 +227,8 @@ class TestTable:
     def test_data_that_differ_are_named(self, tmp_path):
         write_run(tmp_path, "uea/JapaneseVowels", facts={"differs": "one case more"})
         assert "The data of uea/JapaneseVowels differ: one case more." in the(collect([tmp_path]), "uea").note
+        write_run(tmp_path, "uea/Handwriting", facts={"differs": "one case more"})
+        assert "The data of uea/Handwriting, uea/JapaneseVowels differ: one" in the(collect([tmp_path]), "uea").note
 
 
 def test_markdown_names_every_run_with_its_folder(vowels):

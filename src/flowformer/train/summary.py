@@ -194,8 +194,11 @@ class FilledTable:
             sentences.append(f"Episodes are played in {', '.join(environments)}.")
         notes = {run["data"]: run["note"] for run in self.runs if run["note"]}
         sentences += [f"{name}: {note}." for name, note in sorted(notes.items())]
-        differing = {run["data"]: run["differs"] for run in self.runs if run["differs"]}
-        sentences += [f"The data of {name} differ: {differs}." for name, differs in sorted(differing.items())]
+        differing: dict[str, set[str]] = {}
+        for run in self.runs:
+            if run["differs"]:
+                differing.setdefault(run["differs"], set()).add(run["data"])
+        sentences += [f"The data of {', '.join(sorted(names))} differ: {how}." for how, names in differing.items()]
         footnotes = [
             f"{_mark(i)} With {overrides}, which changes the arithmetic only."
             for i, overrides in enumerate(self.footnotes)
