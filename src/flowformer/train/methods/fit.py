@@ -45,8 +45,8 @@ def fit(
     """Fit and evaluate a method, and return the result.
 
     Writes config.json, provenance.json, log.jsonl and result.json into the folder, as `loop.train` does. An interrupted
-    fit of "bc", "awac" or "dt" continues from its newest checkpoint, with the same result bit for bit; that of another
-    method starts over. Only "dt" keeps its checkpoints when it is finished.
+    fit of a neural network ("bc", "awac", "dt", "lstm", "tcn") continues from its newest checkpoint, with the same
+    result bit for bit; that of another method starts over. Only "dt" keeps its checkpoints when it is finished.
 
     Args:
         config: the config, from `configure`.
@@ -54,7 +54,7 @@ def fit(
         data_dir: the folder of all data sets.
         report: as in `loop.train`.
 
-    Raises `Interrupted` after Ctrl-C or SIGTERM during the updates of these three, once a checkpoint is written.
+    Raises `Interrupted` after Ctrl-C or SIGTERM during the updates of a neural network, once a checkpoint is written.
     """
     if isinstance(config, TrainConfig):
         if (folder / RESULT).exists():
@@ -85,7 +85,7 @@ def _fit(
 
     steps = config.options.get("steps")
     try:
-        scores, facts = _classify(config, splits) if config.task == "series" else _play(config, splits, loop)
+        scores, facts = _classify(config, splits, loop) if config.task == "series" else _play(config, splits, loop)
         loop.log.write({"kind": "eval", "split": "test", "step": steps or 0, **scores})
     except Exception:
         # a fit that failed does not reserve the folder, unless it can be resumed or the folder is another process's
@@ -142,12 +142,15 @@ def _check_kind(option: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{option} must be {accepted}, got {value!r}.")
 
 
-def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
+def _classify(config: MethodConfig, splits: Splits, loop: ResumableLoop) -> tuple[dict[str, float], dict[str, Any]]:
+    from ...integrations.aeon import NetworkEstimator
     from .classifiers import classifier
 
     (series, labels), (test_series, test_labels) = (_cases(part) for part in (splits.train, splits.test))
     estimator = classifier(config.method, random_state=config.seed, **config.options)
-    start = time.perf_counter()
+    if isinstance(estimator, NetworkEstimator):
+        estimator.loop = loop
+    start = time.perf_counter() - loop.seconds
     estimator.fit(series, labels)
     seconds = time.perf_counter() - start
     accuracy = float(np.mean(estimator.predict(test_series) == test_labels))
