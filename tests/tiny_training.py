@@ -49,6 +49,10 @@ class StopError(Exception):
     pass
 
 
+class KilledError(BaseException):
+    """The end of a process without notice."""
+
+
 def stop_after(step):
     def report(event):
         if event["kind"] == "step" and event["step"] == step:

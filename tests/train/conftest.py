@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from finished_runs import write_run
-from tiny_training import CONFIG, SERIES
+from tiny_training import CONFIG, SERIES, KilledError
 
 from flowformer.train.loop import train
 
@@ -25,3 +27,16 @@ def vowels(tmp_path):
     write_run(tmp_path, "uea/JapaneseVowels", "flow", 0, 0.5, overrides=["epochs=2", "optimiser.lr=0.1"])
     write_run(tmp_path, "uea/JapaneseVowels", "softmax", 1, 0.96, overrides=["precision=tf32"])
     return tmp_path
+
+
+@pytest.fixture
+def deadly_signals():
+    """Ctrl-C and SIGTERM end a test that does not handle them, instead of the process of all tests."""
+
+    def handle(number, frame):
+        raise KilledError
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

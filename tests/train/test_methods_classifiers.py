@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -14,17 +16,22 @@ import torch.nn.functional as F
 from aeon.testing.estimator_checking import parametrize_with_checks
 from sklearn.model_selection import GridSearchCV
 from sklearn.svm import SVC
+from tiny_training import KilledError
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from typer.testing import CliRunner
 
 from flowformer.cli import app
-from flowformer.train import paper, recipes
+from flowformer.integrations.aeon import NetworkEstimator
+from flowformer.train import checkpoints, paper, recipes
+from flowformer.train.loop import Interrupted
+from flowformer.train.methods import fit
 from flowformer.train.methods.classifiers import classifier, classifiers
 from flowformer.train.methods.config import METHODS, configure
 from flowformer.train.methods.lstm import LSTMClassifier, LSTMNetwork
 from flowformer.train.methods.tcn import CausalConv, TCNClassifier, TemporalEncoder, draw_triplet, triplet_loss
 from flowformer.train.methods.xgboost import XGBoostClassifier
+from flowformer.train.reproduce import share_done
 
 SMALL = {
     "dtw": {},
@@ -263,6 +270,61 @@ class TestTCNClassifier:
     def test_wrong_parameter(self):
         with pytest.raises(ValueError, match="n_negatives must be a positive whole number, got 0"):
             small("tcn", n_negatives=0).fit(*waves(8))
+
+
+class TestResume:
+    TINY_TCN = ("channels=4", "depth=1", "last_channels=8", "representation_dim=8")
+    # the held-out loss is lowest after epoch 7
+    STOPPED_EARLY = ("embed_dim=8", "n_epochs=12", "early_stopping=true", "patience=4", "learning_rate=0.2")
+
+    @pytest.fixture
+    def fitted(self, monkeypatch):
+        """Parameters and losses of the networks that were fitted."""
+        fitted = []
+
+        def watched(self, model):
+            store(self, model)
+            losses = self.loss_curve_, getattr(self, "validation_loss_curve_", [])
+            fitted.append((self.model_.state_dict(), losses))
+
+        store = NetworkEstimator._store_model
+        monkeypatch.setattr(NetworkEstimator, "_store_model", watched)
+        return fitted
+
+    @pytest.mark.parametrize(
+        ("name", "options", "every", "message"),
+        [
+            ("lstm", ("embed_dim=8", "n_epochs=12"), 5, "stopped after 7 of 12 epochs."),
+            ("lstm", STOPPED_EARLY, 5, "stopped after 7 of 12 epochs."),
+            ("tcn", (*TINY_TCN, "n_steps=130"), 100, "stopped after 102 of 130 updates."),
+        ],
+        ids=["lstm", "lstm with early stopping", "tcn"],
+    )
+    @pytest.mark.parametrize(("error", "late"), [(Interrupted, 2), (KilledError, 0)], ids=["SIGTERM", "kill -9"])
+    @pytest.mark.usefixtures("deadly_signals")
+    def test_equals_the_uninterrupted_fit(self, tmp_path, fitted, name, options, every, message, error, late):
+        def interrupt(event):
+            if event["kind"] == "step" and event["step"] == every + 2:
+                if error is KilledError:
+                    raise KilledError
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        config, run = configure("uea/JapaneseVowels", name, [*options, "device=cpu"], seed=5), tmp_path / "run"
+        whole = fit.fit(config, tmp_path / "whole")
+        with pytest.raises(error) as ended:
+            fit.fit(config, run, report=interrupt)
+        assert str(ended.value) == ("" if error is KilledError else message)
+        saved = every + late
+        assert checkpoints.latest(run / "checkpoints").name == f"step-{saved:08d}"
+        assert share_done(run) == saved / int(message.split()[4])
+        steps = []
+        resumed = fit.fit(config, run, report=lambda event: steps.append(event["step"]))
+        assert steps[:2] == [saved, saved + 1], "no round is made twice"
+        assert resumed["final"] == whole["final"]
+        (parameters, losses), (again, same_losses) = fitted
+        assert losses == same_losses
+        assert all(torch.equal(parameters[key], again[key]) for key in parameters)
+        assert not (run / "checkpoints").exists()
 
 
 def flowformer(*arguments, fails=False):

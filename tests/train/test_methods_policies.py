@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from copy import deepcopy
 
 import gymnasium
 import h5py
@@ -13,17 +17,20 @@ import torch
 from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode
 from minari.data_collector import EpisodeBuffer
+from tiny_training import KilledError, losses
 from typer.testing import CliRunner
 
 from flowformer import data
 from flowformer.cli import app
 from flowformer.data.offline_rl import Episode, Windows
 from flowformer.integrations.gymnasium import evaluate
+from flowformer.train import checkpoints, claims
 from flowformer.train.loop import Interrupted
 from flowformer.train.methods import fit
+from flowformer.train.methods import policies as methods
 from flowformer.train.methods.awac import AWAC, Transitions
 from flowformer.train.methods.behaviour_cloning import BehaviourCloning
-from flowformer.train.methods.config import METHODS
+from flowformer.train.methods.config import METHODS, configure
 from flowformer.train.methods.decision_transformer import DecisionTransformer
 from flowformer.train.methods.mlp import MLPConfig, MLPPolicy
 from flowformer.train.methods.policies import policies, policy
@@ -383,12 +390,213 @@ class TestPolicies:
         torch.testing.assert_close(MLPPolicy.from_pretrained(tmp_path / "model")(states), model(states))
 
 
-class TestCommand:
-    @pytest.fixture
-    def folder(self, tmp_path):
-        record(tmp_path, terminals=[19, 39, 59])
-        return tmp_path
+@pytest.fixture
+def folder(tmp_path):
+    record(tmp_path, terminals=[19, 39, 59])
+    return tmp_path
 
+
+def kill():
+    raise KilledError
+
+
+SIGNALS = {
+    number.name: lambda number=number: os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)
+}
+
+
+class TestResume:
+    """Fits of twelve updates, with checkpoints after the fifth and the tenth."""
+
+    @pytest.fixture(autouse=True)
+    def _often(self, monkeypatch, deadly_signals):
+        monkeypatch.setattr(methods, "_CHECKPOINT_EVERY", 5, raising=False)
+        monkeypatch.setattr(fit, "_LOG_EVERY", 1)
+
+    @pytest.fixture
+    def played(self, monkeypatch):
+        """The parameters of the policies that were played."""
+        played = []
+
+        def watched(policy, *args, **options):
+            played.append({name: value.clone() for name, value in policy.model.state_dict().items()})
+            return evaluate(policy, *args, **options)
+
+        monkeypatch.setattr("flowformer.integrations.gymnasium.evaluate", watched)
+        return played
+
+    @staticmethod
+    def fit(folder, name, run, step=None, end=kill, seed=3):
+        """Fit in the folder of a run; at an update, call `end`."""
+        options = ["steps=12", "batch_size=8", "hidden_dim=16", "device=cpu", "partial=true", "final_episodes=2"]
+        config = configure("d4rl/hopper-medium", name, options, seed=seed)
+
+        def report(event):
+            if event["kind"] == "step" and event["step"] == step:
+                end()
+
+        return fit.fit(config, folder / run, data_dir=folder, report=report)
+
+    def stopped(self, folder, name="bc", step=7):
+        """The folder of a run that was interrupted."""
+        with pytest.raises(Interrupted, match=f"stopped after {step} of 12 updates"):
+            self.fit(folder, name, "run", step, SIGNALS["SIGTERM"])
+        return folder / "run"
+
+    @pytest.mark.parametrize("name", ["bc", "awac"])
+    @pytest.mark.parametrize(
+        ("end", "step", "start"),
+        [
+            ("SIGINT", 7, "step-00000007"),
+            ("SIGTERM", 7, "step-00000007"),
+            ("SIGTERM", 12, "step-00000012"),
+            ("kill -9", 3, None),
+            ("kill -9", 7, "step-00000005"),
+        ],
+    )
+    def test_equals_the_uninterrupted_fit(self, folder, played, name, end, step, start):
+        whole = self.fit(folder, name, "whole")
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Interrupted if end in SIGNALS else KilledError):
+            self.fit(folder, name, "run", step, SIGNALS.get(end, kill))
+        assert signal.getsignal(signal.SIGTERM) is before
+        newest = checkpoints.latest(folder / "run" / "checkpoints")
+        assert (newest and newest.name) == start
+        events = []
+        options = {"step": None if start is None else int(start[-8:]), "end": lambda: events.append("again")}
+        resumed = self.fit(folder, name, "run", **options)
+        assert not events, "no update is made twice"
+        assert resumed["final"] == whole["final"]
+        assert losses(folder / "run") == losses(folder / "whole")
+        assert len(losses(folder / "run")) == 12
+        assert len(played) == 2
+        assert all(torch.equal(played[0][key], played[1][key]) for key in played[0])
+
+    @pytest.mark.parametrize("name", TINY)
+    def test_parts_are_all_that_an_update_changes(self, name):
+        """A learner that gets the parts of another takes the same updates."""
+        windows = Windows(episodes(lengths=(40, 20, 9)), 2)
+        options = {key: value for key, value in TINY[name].items() if key != "device"}
+        torch.manual_seed(0)
+        first = methods.LEARNERS[name](windows, CPU, **options)
+        for _ in range(3):
+            first.update()
+        other = methods.LEARNERS[name](windows, CPU, **options)
+        for part, state in zip(other.parts.values(), first.parts.values(), strict=True):
+            part.load_state_dict(deepcopy(state.state_dict()))
+        found = []
+        for learner in (first, other):
+            torch.manual_seed(1)
+            found.append([learner.update().item() for _ in range(3)])
+        assert found[0] == found[1]
+
+    def test_one_that_is_interrupted_while_it_plays_trains_no_more(self, folder, monkeypatch):
+        whole = self.fit(folder, "bc", "whole")
+        with monkeypatch.context() as patch:
+            patch.setattr("flowformer.integrations.gymnasium.evaluate", lambda *args, **options: kill())
+            with pytest.raises(KilledError):
+                self.fit(folder, "bc", "run")
+        monkeypatch.setattr(BehaviourCloning, "update", lambda self: kill())
+        resumed = self.fit(folder, "bc", "run")
+        assert resumed["final"] == whole["final"]
+        assert resumed["training_seconds"] > 0
+
+    def test_a_finished_fit_leaves_no_checkpoint(self, folder):
+        run = self.stopped(folder)
+        assert checkpoints.latest(run / "checkpoints") is not None
+        self.fit(folder, "bc", "run")
+        assert not (run / "checkpoints").exists()
+
+    def test_the_record_of_the_start_is_kept(self, folder):
+        run = self.stopped(folder)
+        first = json.loads((run / "provenance.json").read_text())
+        self.fit(folder, "bc", "run")
+        facts = json.loads((run / "provenance.json").read_text())
+        assert len(facts.pop("resumed")) == 1
+        assert facts == first
+
+    def test_time_of_updates_is_that_of_all_processes(self, folder):
+        progress = next(self.stopped(folder).rglob("progress.json"))
+        facts = json.loads(progress.read_text())
+        progress.write_text(json.dumps({**facts, "seconds": facts["seconds"] + 1000}))
+        assert 1000 < self.fit(folder, "bc", "run")["training_seconds"] < 2000
+
+    def test_a_damaged_checkpoint_is_named(self, folder):
+        whole = self.fit(folder, "bc", "whole")
+        run = self.stopped(folder)
+        (run / "checkpoints/step-00000007/state.pt").write_bytes(b"half")
+        message = r"step-00000007 is damaged: state\.pt changed .* Delete that folder; the run then begins anew"
+        with pytest.raises(checkpoints.DamagedCheckpointError, match=message):
+            self.fit(folder, "bc", "run")
+        shutil.rmtree(run / "checkpoints/step-00000007")
+        assert self.fit(folder, "bc", "run")["final"] == whole["final"]
+
+    def test_a_checkpoint_that_cannot_be_written(self, folder, monkeypatch):
+        """As on a full disk. The one before is still there."""
+
+        def fill(path, content):
+            raise OSError(28, "No space left on device")
+
+        def full():
+            monkeypatch.setattr("pathlib.Path.write_bytes", fill)
+
+        with pytest.raises(OSError, match=r"step-00000010 could not be written: .*No space left on device.* MiB left"):
+            self.fit(folder, "bc", "run", 7, full)
+        assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000005"]
+        monkeypatch.undo()
+        assert (folder / "run/config.json").exists(), "it can be resumed"
+
+    def test_another_config_is_refused(self, folder):
+        run = self.stopped(folder)
+        with pytest.raises(FileExistsError, match="has a run already"):
+            self.fit(folder, "bc", "run", seed=4)
+        with pytest.raises(FileExistsError, match="has a run already"):
+            self.fit(folder, "awac", "run")
+        (run / "config.json").unlink()
+        with pytest.raises(FileExistsError, match="has a run already"):
+            self.fit(folder, "bc", "run", seed=4)
+
+    def test_other_data_are_refused(self, folder):
+        self.stopped(folder)
+        shutil.rmtree(folder / "d4rl")
+        record(folder, terminals=[19, 39])
+        with pytest.raises(ValueError, match="has other files than those"):
+            self.fit(folder, "bc", "run")
+
+    def test_a_folder_that_another_process_took_over_is_left_to_it(self, folder):
+        def take_over():
+            (claim,) = taken
+            claim.lost = True
+
+        taken = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(claims.Claim, "_beat", lambda self: taken.append(self))
+            with pytest.raises(claims.FolderInUseError, match="another process took"):
+                self.fit(folder, "bc", "run", 2, take_over)
+        assert (folder / "run" / "config.json").exists()
+
+    @pytest.mark.parametrize("name", ["bc", "awac"])
+    def test_command(self, folder, monkeypatch, name):
+        learner = methods.LEARNERS[name]
+        update, made = learner.update, []
+
+        def counted(self):
+            made.append(update(self))
+            if len(made) == 7:
+                SIGNALS["SIGTERM"]()
+            return made[-1]
+
+        monkeypatch.setattr(learner, "update", counted)
+        options = ["steps=12", "batch_size=8", "hidden_dim=16", "partial=true", "final_episodes=2"]
+        arguments = ["fit", "d4rl/hopper-medium", name, *options, "--data", str(folder), "--out", str(folder / "run")]
+        stopped = CliRunner().invoke(app, arguments)
+        assert stopped.exit_code == 130
+        assert "stopped after 7 of 12 updates. Run the same command to continue." in stopped.output
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert len(made) == 12
+
+
+class TestCommand:
     @staticmethod
     def flowformer(*arguments):
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

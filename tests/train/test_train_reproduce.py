@@ -26,6 +26,7 @@ from flowformer.cli import app
 from flowformer.cli.progress import queue_progress
 from flowformer.train import claims, recipes, reproduce, tables
 from flowformer.train.config import TrainConfig
+from flowformer.train.loop import Interrupted
 from flowformer.train.paper import paper_score
 from flowformer.train.record import read_log
 
@@ -355,12 +356,22 @@ UPDATES = {"kind": "train", "step": 30, "epoch": 1.5, "loss": 0.5}
         ({"steps": 40, "epochs": None}, [{**UPDATES, "step": 10}, UPDATES], 0.75),
         ({"steps": None, "epochs": 6}, [UPDATES], 0.25),
         ({"options": {"steps": 60}}, [UPDATES] * 200, 0.5),
+        ({"options": {}}, [{"kind": "progress", "step": 30, "done": 0.6}], 0.6),
         ({"steps": 40}, [], 0.0),
         ({"options": {}}, [{"kind": "eval", "split": "test", "step": 0, "accuracy": 0.9}], 0.0),
         ({"steps": 40}, [30], 0.0),
         ([], [UPDATES], 0.0),
     ],
-    ids=["updates", "epochs", "method", "starting", "method without updates", "damaged log", "damaged config"],
+    ids=[
+        "updates",
+        "epochs",
+        "method",
+        "epochs of a method",
+        "starting",
+        "method without updates",
+        "damaged log",
+        "damaged config",
+    ],
 )
 def test_share_of_a_run_that_is_done(tmp_path, config, records, share):
     assert reproduce.share_done(tmp_path) == 0
@@ -420,6 +431,25 @@ def test_a_method_without_checkpoints_that_is_stopped_has_not_failed(tmp_path):
     assert said == [f"stopped: {job.label}, which wrote no checkpoint and starts over"]
     assert not queue.failed
     assert job.state() == "to do"
+
+
+def test_a_method_that_is_stopped_leaves_a_checkpoint(tmp_path, monkeypatch):
+    class Clock:
+        monotonic = time.monotonic
+
+        @staticmethod
+        def sleep(seconds):
+            if reproduce.share_done(endless.folder):
+                signal.raise_signal(signal.SIGTERM)
+            time.sleep(seconds)
+
+    monkeypatch.setattr(reproduce, "time", Clock)
+    command = ("fit", "uea/JapaneseVowels", "lstm", "embed_dim=8", "n_epochs=100000", "--out", str(tmp_path / "a"))
+    endless, said = job(tmp_path, *command), []
+    with pytest.raises(Interrupted):
+        reproduce.Queue([endless], tmp_path, pack=1, say=said.append).run()
+    assert said[-1] == f"stopped: {endless.label}, with a checkpoint"
+    assert endless.state().startswith("to do from step-")
 
 
 def write_checkpoints(job, *names):

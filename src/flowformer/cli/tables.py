@@ -34,7 +34,7 @@ def reproduce(
         int | None, typer.Option(min=1, max=1000, help="Runs of a cell; default as many as the table says.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop within so many minutes; unfinished runs leave checkpoints.")
+        float | None, typer.Option(help="Stop within so many minutes; unfinished trainings leave checkpoints.")
     ] = None,
     pack: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time; default eight, fewer on few cores.")

@@ -5,8 +5,8 @@ Shapes: B cases, N steps, C channels. A series is (C, N) to aeon and (N, C) to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -33,8 +33,27 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Series = list[Tensor]  # each (N, C)
 
 
+class ResumableTraining:
+    """The rounds of training, in a plain loop or in one with checkpoints.
+
+    Attributes: `loop`, the `train.methods.resume.ResumableLoop` of `flowformer fit`; None for a plain loop.
+    """
+
+    # not a field of the dataclasses below: it is no hyperparameter, and the `reset` of aeon's `fit` would clear it
+    loop: Any = None
+    verbose: bool
+
+    def _rounds(
+        self, count: int, name: str, parts: Mapping[str, Any], every: int
+    ) -> AbstractContextManager[Iterable[int]]:
+        """Arguments as in `ResumableLoop.rounds`; a plain loop needs no parts."""
+        if self.loop is None:
+            return nullcontext(rounds(count, name.capitalize(), self.verbose))
+        return self.loop.rounds(count, name, parts, every)
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class NetworkEstimator:
+class NetworkEstimator(ResumableTraining):
     """Base class of estimators with a network: standardisation of series, device, seeding and threads.
 
     Estimators are dataclasses, so that `__init__` has the signature from which scikit-learn reads the parameters.
@@ -164,32 +183,41 @@ class TrainedEstimator(NetworkEstimator):
         self.loss_curve_: list[float] = []
         self.validation_loss_curve_: list[float] = []
         best: dict[str, Any] = {}
-        for _ in rounds(self.n_epochs, "Epochs", self.verbose):
-            model.train()
-            total = 0.0
-            for rows in train[torch.randperm(len(train))].split(self.batch_size):
-                batch_loss = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
-                optimizer.zero_grad()
-                batch_loss.backward()
-                # the authors' limit for the UEA datasets
-                nn.utils.clip_grad_norm_(model.parameters(), 4.0)
-                optimizer.step()
-                schedule.step()
-                total += batch_loss.item() * len(rows)
-            self.loss_curve_.append(total / len(train))
-            if not np.isfinite(total):
-                raise ValueError(
-                    f"the loss became {total} in epoch {len(self.loss_curve_)}. Lower learning_rate, now "
-                    f"{self.learning_rate:g}."
-                )
-            if self.early_stopping:
-                outputs = self._outputs(model, [series[i] for i in validation])
-                self.validation_loss_curve_.append(loss(outputs, target[validation]).item())
-                since_best = len(self.validation_loss_curve_) - 1 - int(np.argmin(self.validation_loss_curve_))
-                if since_best == 0:
-                    best = deepcopy(model.state_dict())
-                elif since_best == self.patience:
-                    break
+        parts = {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "loss_curve": self.loss_curve_,
+            "validation_loss_curve": self.validation_loss_curve_,
+            "best": best,
+        }
+        with self._rounds(int(self.n_epochs), "epochs", parts, every=5) as epochs:
+            for _ in epochs:
+                model.train()
+                total = 0.0
+                for rows in train[torch.randperm(len(train))].split(self.batch_size):
+                    batch_loss = loss(model(*pad([series[i] for i in rows], target.device)), target[rows])
+                    optimizer.zero_grad()
+                    batch_loss.backward()
+                    # the authors' limit for the UEA datasets
+                    nn.utils.clip_grad_norm_(model.parameters(), 4.0)
+                    optimizer.step()
+                    schedule.step()
+                    total += batch_loss.item() * len(rows)
+                self.loss_curve_.append(total / len(train))
+                if not np.isfinite(total):
+                    raise ValueError(
+                        f"the loss became {total} in epoch {len(self.loss_curve_)}. Lower learning_rate, now "
+                        f"{self.learning_rate:g}."
+                    )
+                if self.early_stopping:
+                    outputs = self._outputs(model, [series[i] for i in validation])
+                    self.validation_loss_curve_.append(loss(outputs, target[validation]).item())
+                    since_best = len(self.validation_loss_curve_) - 1 - int(np.argmin(self.validation_loss_curve_))
+                    if since_best == 0:
+                        best.update(deepcopy(model.state_dict()))
+                    elif since_best == self.patience:
+                        break
         if self.early_stopping:
             model.load_state_dict(best)
 

@@ -1,12 +1,14 @@
 """Checkpoints that survive crashes: written under a temporary name, synced to disk, then renamed atomically.
 
 Parameters and optimiser state are written by torch.distributed.checkpoint, where each rank writes its shard, so that a
-run can be resumed with another number of processes, with or without sharding.
+run can be resumed with another number of processes, with or without sharding. `save_state` and `load_state` are for
+methods without attention, which train in one process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -27,7 +29,9 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-_PROGRESS, _STATE = "progress.json", "state"
+from .._utils import naming
+
+_PROGRESS, _STATE, _STATE_FILE = "progress.json", "state", "state.pt"
 
 
 class DamagedCheckpointError(ValueError):
@@ -48,24 +52,16 @@ def save(
         progress: JSON values, among them "step".
         keep: number of checkpoints to keep; older ones are deleted.
     """
-    final = folder / f"step-{progress['step']:08d}"
-    temporary = folder / f".{final.name}.part"
+    final, temporary = _paths(folder, progress)
     if accelerator.is_main_process:
-        for incomplete in folder.glob(".step-*.part"):  # left by a crash, perhaps at another step
-            shutil.rmtree(incomplete, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        _make_temporary(temporary)
     accelerator.wait_for_everyone()
     try:
         with _without_warning():
             dcp.save(_state(objective, optimiser), checkpoint_id=temporary / _STATE, no_dist=not dist.is_initialized())
     except CheckpointException as failed:
         reason, _ = next(iter(failed.failures.values()))
-        free = shutil.disk_usage(folder).free
-        shutil.rmtree(temporary, ignore_errors=True)  # the partial checkpoint may be what fills the disk
-        raise OSError(
-            f"{final} could not be written: {reason}. The disk has {free / 2**20:.0f} MiB left. Free some space and "
-            "resume: the run goes on from the checkpoint before."
-        ) from failed
+        raise _unwritten(final, temporary, reason) from failed
     rank = accelerator.process_index
     # every rank saves its random states; the scaler is the same on all ranks, so rank 0 saves it
     scaler = accelerator.scaler if accelerator.is_main_process else None
@@ -73,17 +69,36 @@ def save(
     (temporary / f"random-{rank}.sha256").write_text(_random_digest())
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        facts = {**progress, "processes": accelerator.num_processes, "files": _digests(temporary)}
-        (temporary / _PROGRESS).write_text(json.dumps(facts))
-        for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _sync(folder)
-        for old in _complete(folder)[:-keep]:
-            shutil.rmtree(old)
+        _publish(temporary, final, {**progress, "processes": accelerator.num_processes}, keep)
     accelerator.wait_for_everyone()
     return final
+
+
+def save_state(state: dict[str, Any], folder: Path, progress: dict[str, Any]) -> Path:
+    """Write a state to folder/step-…, and delete the checkpoint before.
+
+    Args:
+        state: tensors, numbers, strings, and lists and dicts of them, as `state_dict` returns them.
+        progress: JSON values, among them "step".
+    """
+    final, temporary = _paths(folder, progress)
+    _make_temporary(temporary)
+    # to memory first: torch's errors of a file that cannot be written do not say why
+    content = io.BytesIO()
+    torch.save(state, content)
+    try:
+        with naming(temporary / _STATE_FILE):
+            (temporary / _STATE_FILE).write_bytes(content.getbuffer())
+    except OSError as failed:
+        raise _unwritten(final, temporary, failed) from failed
+    _publish(temporary, final, progress, keep=1)
+    return final
+
+
+def load_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state, on the CPU, and the progress that `save_state` wrote."""
+    progress = _verified(checkpoint)
+    return torch.load(checkpoint / _STATE_FILE, map_location="cpu", weights_only=True), progress
 
 
 def latest(folder: Path) -> Path | None:
@@ -118,6 +133,40 @@ def restore(
     elif _random_digest() != (checkpoint / f"random-{rank}.sha256").read_text():
         raise RuntimeError(f"the random numbers of {checkpoint} could not be restored; resume with the same versions.")
     return progress
+
+
+def _paths(folder: Path, progress: dict[str, Any]) -> tuple[Path, Path]:
+    """The final and the temporary path of a checkpoint."""
+    final = folder / f"step-{progress['step']:08d}"
+    return final, folder / f".{final.name}.part"
+
+
+def _make_temporary(temporary: Path) -> None:
+    for incomplete in temporary.parent.glob(".step-*.part"):  # left by a crash, perhaps at another step
+        shutil.rmtree(incomplete, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def _publish(temporary: Path, final: Path, progress: dict[str, Any], keep: int) -> None:
+    """Add the progress and the digests of the files, sync all to disk, and give the checkpoint its final name."""
+    (temporary / _PROGRESS).write_text(json.dumps({**progress, "files": _digests(temporary)}))
+    for path in [*temporary.rglob("*"), temporary]:
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
+    _sync(final.parent)
+    for old in _complete(final.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _unwritten(final: Path, temporary: Path, reason: object) -> OSError:
+    """The error of a checkpoint that could not be written; deletes what there is of it, which may fill the disk."""
+    free = shutil.disk_usage(final.parent).free
+    shutil.rmtree(temporary, ignore_errors=True)
+    return OSError(
+        f"{final} could not be written: {reason}. The disk has {free / 2**20:.0f} MiB left. Free some space and "
+        "resume: the run goes on from the checkpoint before."
+    )
 
 
 def _state(objective: nn.Module, optimiser: AcceleratedOptimizer) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / CLAIM
+        self._folder, self._path = folder, folder / CLAIM
         self._token = uuid.uuid4().hex
         self._done = threading.Event()
         self.lost = False
@@ -58,6 +58,13 @@ class Claim:
             _write(file, {"token": self._token, "pid": os.getpid(), **_machine()})
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise if another process took the claim over."""
+        if self.lost:
+            raise FolderInUseError(
+                f"another process took {self._folder} over while this one was suspended; this one stops."
+            )
 
     def release(self) -> None:
         self._done.set()

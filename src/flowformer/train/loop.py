@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from .. import data
-from .._utils import read_json, write_atomically
+from .._utils import write_atomically
 from ..data import Splits
 from . import checkpoints, claims, resident, tasks
 from .batches import MicroBatches, SeededItems, load_batches, steps_per_epoch
@@ -33,7 +33,7 @@ from .engine import build_accelerator, build_share, check_graphs
 from .evaluation import dataset_size, evaluate, padded_length
 from .graphs import GraphedUpdates, fix_shapes
 from .optim import build_optimiser
-from .record import CONFIG, PROVENANCE, RESULT, RunLog, is_main, peak_memory, provenance, write_provenance
+from .record import CONFIG, RESULT, RunLog, check_same_data, is_main, peak_memory, provenance, write_provenance
 
 LAYOUT = ("parallel", "context_parallel_size")  # may change when a run is resumed
 Report = Callable[[dict[str, Any]], None]
@@ -166,10 +166,8 @@ class Trainer:
                 while progress.step < self.steps:
                     started = time.perf_counter()
                     self._update([next(batches) for _ in range(config.accumulate)])
-                    if self.claim is not None and self.claim.lost:
-                        raise claims.FolderInUseError(
-                            f"another process took {self.folder} over while this one was suspended; this one stops."
-                        )
+                    if self.claim is not None:
+                        self.claim.check()
                     last = progress.step == self.steps
                     if last or progress.step % config.log_every == 0:
                         self._log_update(started)
@@ -395,12 +393,7 @@ class Trainer:
                 f"{self.folder} has a run of another config: {', '.join(different)} differ. Resume it with the config "
                 "it was started with, or choose another folder."
             )
-        provenance_file, checksum = self.folder / PROVENANCE, self.splits.info.checksum
-        if provenance_file.is_file() and (expected := read_json(provenance_file)["checksum"]) != checksum:
-            raise ValueError(
-                f"{self.config.data} has other files than those {self.folder} was started with: checksum {checksum} "
-                f"instead of {expected}. Resume it with the same data, or choose another folder."
-            )
+        check_same_data(self.folder, self.config.data, self.splits.info)
 
     def _prepare_folder(self, resumed: bool) -> None:
         if self.accelerator.is_main_process:

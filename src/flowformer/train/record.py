@@ -52,7 +52,7 @@ class RunLog:
             return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        prefix = record["kind"] if record["kind"] == "train" else record["split"]
+        prefix = record.get("split", record["kind"])
         for name, value in record.items():
             if self._curves and isinstance(value, float):
                 self._curves.add_scalar(f"{prefix}/{name}", value, record["step"])
@@ -119,6 +119,20 @@ def write_provenance(folder: Path, facts: dict[str, Any], *, resumed: bool = Fal
         first = read_json(path)
         facts = {**first, "resumed": [*first.get("resumed", []), facts]}
     write_atomically(path, json.dumps(facts, indent=2) + "\n")
+
+
+def check_same_data(folder: Path, name: str, info: DataInfo) -> None:
+    """Raise unless a run that is resumed has the data that it was started with.
+
+    Args:
+        name: the name of the data in its config.
+    """
+    path = folder / PROVENANCE
+    if path.is_file() and (expected := read_json(path)["checksum"]) != info.checksum:
+        raise ValueError(
+            f"{name} has other files than those {folder} was started with: checksum {info.checksum} instead of "
+            f"{expected}. Resume it with the same data, or choose another folder."
+        )
 
 
 def device_name(device: torch.device) -> str:

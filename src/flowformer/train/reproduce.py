@@ -229,7 +229,7 @@ class Queue:
         jobs: the jobs, in the order in which to start them.
         out: the folder of the queue.
         pack: number of jobs that run at the same time.
-        minutes: time limit, by which all jobs have stopped with a checkpoint; None for no limit.
+        minutes: time limit, by which all jobs have stopped, with a checkpoint if they are trained; None for no limit.
         begun: start of the time limit by `time.monotonic`; None for the start of `run`.
         say: called with a line for each event.
         watch: called several times a second with the label of each running job and the share of it that is done, and
@@ -407,6 +407,8 @@ def share_done(folder: Path) -> float:
         with (folder / RECORDS).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
             last = json.loads(log.read().splitlines()[-1])
+        if "done" in last:
+            return float(last["done"])
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         updates = config.get("steps") or config.get("options", {}).get("steps")
         return last["step"] / updates if updates else last["epoch"] / config["epochs"]

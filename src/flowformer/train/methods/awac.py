@@ -8,7 +8,7 @@ Shapes: B steps, S state dimension, A action dimension.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from ..._utils import check_between, check_positive
 from ...data.offline_rl import Windows
 from .mlp import MLPConfig, MLPPolicy, descend, mlp
+
+if TYPE_CHECKING:
+    from .resume import Part
 
 _LOG_STD = -6.0, 0.0  # bounds of the logarithm of the actor's standard deviation, as in the authors' code
 
@@ -101,6 +104,17 @@ class AWAC:
             [*self.model.parameters(), self.std_logits], learning_rate, weight_decay=weight_decay
         )
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), learning_rate)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {
+            "model": self.model,
+            "std_logits": nn.ParameterList([self.std_logits]),
+            "critics": self.critics,
+            "slow_critics": self.slow_critics,
+            "actor_optimizer": self.actor_optimizer,
+            "critic_optimizer": self.critic_optimizer,
+        }
 
     def update(self) -> Tensor:
         """Update the critics, then the actor, and return the loss of the actor."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from ..._utils import check_positive
 from ...data.offline_rl import Windows
 from .mlp import MLPConfig, MLPPolicy, descend
+
+if TYPE_CHECKING:
+    from .resume import Part
 
 
 class BehaviourCloning:
@@ -42,6 +47,10 @@ class BehaviourCloning:
         self.batch_size = batch_size
         self.model = MLPPolicy(MLPConfig(self.states.shape[1], self.actions.shape[1], hidden_dim)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), learning_rate)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"model": self.model, "optimizer": self.optimizer}
 
     def update(self) -> Tensor:
         rows = torch.randint(len(self.states), (self.batch_size,), device=self.states.device)

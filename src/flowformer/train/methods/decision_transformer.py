@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from ...models.decision import DecisionConfig, FlowformerDecision
 from ..optim import Schedule
 from ..resident import DeviceWindows
 from .mlp import descend
+
+if TYPE_CHECKING:
+    from .resume import Part
 
 _SET_HERE = "state_dim", "action_dim", "window", "attention"
 _SIZES = [each.name for each in fields(DecisionConfig) if each.name not in _SET_HERE]
@@ -52,6 +55,10 @@ class DecisionTransformer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), learning_rate, weight_decay=1e-4)
         factor = Schedule("constant", warmup=warmup).rate
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factor(1.0, step, steps=0))
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def update(self) -> Tensor:
         batch = self.windows.take(torch.randint(self.count, (self.batch_size,)), None)

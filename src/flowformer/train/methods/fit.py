@@ -6,6 +6,7 @@ A method is evaluated only once, after the fit, so there is no best evaluation t
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,14 +19,15 @@ from torch import Tensor
 from ... import data
 from ..._utils import check_options, is_whole, moved, write_atomically
 from ...data import Splits
-from .. import tasks
-from ..claims import claimed
+from .. import checkpoints, tasks
+from ..claims import Claim, claimed
 from ..config import TrainConfig
 from ..loop import Report
 from ..loop import train as train_recipe
 from ..overrides import KINDS
-from ..record import CONFIG, RESULT, RunLog, peak_memory, provenance, write_provenance
+from ..record import CONFIG, RESULT, check_same_data, peak_memory, provenance, write_provenance
 from .config import MethodConfig
+from .resume import ResumableLoop
 
 _NETWORKS = ("lstm", "tcn", "bc", "awac")
 _LOG_EVERY = 1000
@@ -43,47 +45,55 @@ def fit(
     """Fit and evaluate a method, and return the result.
 
     Writes config.json, provenance.json, log.jsonl and result.json into the folder, as `loop.train` does. An interrupted
-    fit starts over; only the Decision Transformer continues from its newest checkpoint.
+    fit of a neural network ("bc", "awac", "dt", "lstm", "tcn") continues from its newest checkpoint, with the same
+    result bit for bit; that of another method starts over. Only "dt" keeps its checkpoints when it is finished.
 
     Args:
         config: the config, from `configure`.
         folder: the folder of the run.
         data_dir: the folder of all data sets.
         report: as in `loop.train`.
+
+    Raises `Interrupted` after Ctrl-C or SIGTERM during the updates of a neural network, once a checkpoint is written.
     """
     if isinstance(config, TrainConfig):
         if (folder / RESULT).exists():
             raise FileExistsError(_FOLDER_TAKEN.format(folder))
         return train_recipe(config, folder, data_dir=data_dir, resume=True, report=report)
-    with claimed(folder):
-        return _fit(config, folder, data_dir, report)
+    with claimed(folder) as claim:
+        assert claim is not None
+        return _fit(config, folder, data_dir, report, claim)
 
 
-def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report: Report) -> dict[str, Any]:
+def _fit(
+    config: MethodConfig, folder: Path, data_dir: str | Path | None, report: Report, claim: Claim
+) -> dict[str, Any]:
     config_file, text = folder / CONFIG, json.dumps(config.to_dict(), indent=2) + "\n"
-    if (folder / RESULT).exists() or (config_file.exists() and config_file.read_text() != text):
+    saved = folder / "checkpoints"
+    is_resumed = checkpoints.latest(saved) is not None
+    has_other_run = config_file.read_text() != text if config_file.exists() else is_resumed
+    if (folder / RESULT).exists() or has_other_run:
         raise FileExistsError(_FOLDER_TAKEN.format(folder))
     _check_options(config)
     splits = data.load(config.data, data_dir, **config.data_options)
+    if is_resumed:
+        check_same_data(folder, config.data, splits.info)
     device = _device(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    loop = ResumableLoop(folder, device, claim, report)
     write_atomically(config_file, text)
-    write_provenance(folder, provenance(splits.info, device, 1))
-    log = RunLog(folder, 0, active=True)
+    write_provenance(folder, provenance(splits.info, device, 1), resumed=is_resumed)
 
     steps = config.options.get("steps")
-    report({"kind": "start", "step": 0, "steps": steps})
     try:
-        if config.task == "series":
-            scores, facts = _classify(config, splits)
-        else:
-            scores, facts = _play(config, splits, log, report)
-        log.write({"kind": "eval", "split": "test", "step": steps or 0, **scores})
+        scores, facts = _classify(config, splits, loop) if config.task == "series" else _play(config, splits, loop)
+        loop.log.write({"kind": "eval", "split": "test", "step": steps or 0, **scores})
     except Exception:
-        config_file.unlink()  # a fit that failed does not reserve the folder, unlike one that was interrupted
+        # a fit that failed does not reserve the folder, unless it can be resumed or the folder is another process's
+        if not claim.lost and checkpoints.latest(saved) is None:
+            config_file.unlink()
         raise
     finally:
-        log.close()
+        loop.log.close()
     result = {
         "recipe": config.recipe,
         "attention": config.method,
@@ -98,6 +108,7 @@ def _fit(config: MethodConfig, folder: Path, data_dir: str | Path | None, report
         "peak_memory_mib": round(peak_memory(device), 1),
     }
     write_atomically(folder / RESULT, json.dumps(result, indent=2) + "\n")
+    shutil.rmtree(saved, ignore_errors=True)
     return result
 
 
@@ -131,38 +142,38 @@ def _check_kind(option: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{option} must be {accepted}, got {value!r}.")
 
 
-def _classify(config: MethodConfig, splits: Splits) -> tuple[dict[str, float], dict[str, Any]]:
+def _classify(config: MethodConfig, splits: Splits, loop: ResumableLoop) -> tuple[dict[str, float], dict[str, Any]]:
+    from ...integrations.aeon import NetworkEstimator
     from .classifiers import classifier
 
     (series, labels), (test_series, test_labels) = (_cases(part) for part in (splits.train, splits.test))
     estimator = classifier(config.method, random_state=config.seed, **config.options)
-    start = time.perf_counter()
+    if isinstance(estimator, NetworkEstimator):
+        estimator.loop = loop
+    start = time.perf_counter() - loop.seconds
     estimator.fit(series, labels)
     seconds = time.perf_counter() - start
     accuracy = float(np.mean(estimator.predict(test_series) == test_labels))
     return {"accuracy": accuracy}, _training_facts(getattr(estimator, "model_", None), seconds)
 
 
-def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> tuple[dict[str, Any], dict[str, Any]]:
+def _play(config: MethodConfig, splits: Splits, loop: ResumableLoop) -> tuple[dict[str, Any], dict[str, Any]]:
     from ...integrations.gymnasium import evaluate
     from .policies import policy
 
     environment = splits.info.environment
     envs = tasks.environments(environment, config.episodes)  # first, so that a missing package raises before training
-    start = time.perf_counter()
 
     def after_update(step: int, loss: Tensor) -> None:
-        report({"kind": "step", "step": step})
         if step % _LOG_EVERY == 0:
-            rate = step / (time.perf_counter() - start)
+            rate = step / max(loop.seconds, 1e-9)
             record = {"kind": "train", "step": step, "loss": loss.item(), "steps_per_second": rate}
-            log.write(record)
-            report(record)
+            loop.log.write(record)
+            loop.report(record)
 
     windows: Any = splits.train
-    learnt_policy = policy(config.method, windows, seed=config.seed, report=after_update, **config.options)
-    seconds = time.perf_counter() - start
-    played = evaluate(learnt_policy, envs, config.episodes, seed=config.seed + 100)
+    learnt = policy(config.method, windows, seed=config.seed, report=after_update, loop=loop, **config.options)
+    played = evaluate(learnt, envs, config.episodes, seed=config.seed + 100)
     envs.close()
     scores = {
         "environment": environment,
@@ -170,7 +181,7 @@ def _play(config: MethodConfig, splits: Splits, log: RunLog, report: Report) -> 
         "score": float(played.scores.mean()),
         "score_deviation": float(played.scores.std()),
     }
-    return scores, _training_facts(learnt_policy.model, seconds)
+    return scores, _training_facts(learnt.model, loop.seconds)
 
 
 def _training_facts(model: torch.nn.Module | None, seconds: float) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,23 @@ from .awac import AWAC
 from .behaviour_cloning import BehaviourCloning
 from .decision_transformer import DecisionTransformer
 
+if TYPE_CHECKING:
+    from .resume import Part, ResumableLoop
+
 _CHECK_EVERY = 1000  # updates between two checks of the parameters, which synchronise the device
+_CHECKPOINT_EVERY = 5000  # updates between two checkpoints
 
 
 class Learner(Protocol):
-    """A method that learns from recorded episodes: `update` trains `model` for one step and returns the loss."""
+    """A method that learns from recorded episodes: `update` trains `model` for one step and returns the loss.
+
+    `parts` is all that an update changes: modules, optimisers and schedules, by name.
+    """
 
     model: Any
+
+    @property
+    def parts(self) -> dict[str, Part]: ...
 
     def update(self) -> Tensor: ...
 
@@ -58,6 +69,7 @@ def policy(
     seed: int = 0,
     device: str = "auto",
     report: Callable[[int, Tensor], None] = lambda step, loss: None,
+    loop: ResumableLoop | None = None,
     **options: Any,
 ) -> DecisionPolicy:
     """Learn a policy from recorded episodes, which `integrations.gymnasium.evaluate` can play.
@@ -70,6 +82,7 @@ def policy(
         seed: seed of all random numbers.
         device: the device for training and playing; "auto" is a GPU if there is one.
         report: called after each update with its number and its loss.
+        loop: the loop of a fit in a folder, which has checkpoints; None for a plain loop.
         options: options of `BehaviourCloning`, `AWAC` or `DecisionTransformer`.
     """
     accepted = policy_options(name)
@@ -85,11 +98,13 @@ def policy(
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
         torch.manual_seed(seed)
         learner = LEARNERS[name](windows, where, **options)
-        for step in range(1, steps + 1):
-            loss = learner.update()
-            if step % _CHECK_EVERY == 0 or step == steps:
-                _check_parameters(name, learner.model, step)
-            report(step, loss)
+        plain = nullcontext(range(1, steps + 1))
+        with plain if loop is None else loop.rounds(steps, "updates", learner.parts, _CHECKPOINT_EVERY) as numbers:
+            for step in numbers:
+                loss = learner.update()
+                if step % _CHECK_EVERY == 0 or step == steps:
+                    _check_parameters(name, learner.model, step)
+                report(step, loss)
     return DecisionPolicy(
         # all models have the methods that DecisionPolicy calls
         cast(FlowformerDecision, learner.model.eval()),

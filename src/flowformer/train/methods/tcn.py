@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._utils import check_positive, optional_import, rounds
+from ..._utils import check_positive, optional_import
 from ...data.splits import pad
 from ...integrations.aeon import BaseClassifier, NetworkEstimator
 
@@ -187,19 +187,22 @@ class TCNClassifier(NetworkEstimator, BaseClassifier):
         batches: list[Tensor] = []
         self.loss_curve_: list[float] = []
         encoder.train()
-        for _ in rounds(self.n_steps, "Updates", self.verbose):
-            batches = batches or list(torch.randperm(len(series)).split(self.batch_size))
-            triplets = [draw_triplet(series, index, self.n_negatives) for index in batches.pop().tolist()]
-            anchors, positives, negatives = zip(*triplets, strict=True)
-            pieces = [*anchors, *positives, *(piece for each in negatives for piece in each)]
-            anchor, positive, others = encoder(*pad(pieces, self._device())).tensor_split(
-                [len(triplets), 2 * len(triplets)]
-            )
-            loss = triplet_loss(anchor, positive, others.unflatten(0, (len(triplets), -1)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            self.loss_curve_.append(loss.item())
+        parts = {"encoder": encoder, "optimizer": optimizer, "batches": batches, "loss_curve": self.loss_curve_}
+        with self._rounds(self.n_steps, "updates", parts, every=100) as updates:
+            for _ in updates:
+                if not batches:
+                    batches += torch.randperm(len(series)).split(self.batch_size)
+                triplets = [draw_triplet(series, index, self.n_negatives) for index in batches.pop().tolist()]
+                anchors, positives, negatives = zip(*triplets, strict=True)
+                pieces = [*anchors, *positives, *(piece for each in negatives for piece in each)]
+                anchor, positive, others = encoder(*pad(pieces, self._device())).tensor_split(
+                    [len(triplets), 2 * len(triplets)]
+                )
+                loss = triplet_loss(anchor, positive, others.unflatten(0, (len(triplets), -1)))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                self.loss_curve_.append(loss.item())
 
     @staticmethod
     def _machine(y: np.ndarray, random: np.random.RandomState) -> Any:
