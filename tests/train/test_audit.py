@@ -404,6 +404,23 @@ def test_measured_bits_of_a_byte():
     assert f"| relative to softmax | {' | '.join(ratios)} | 1 |" in page
 
 
+def test_measured_returns():
+    line, episodes = evidence("D4RL: level with the Decision Transformer"), measured("rl-stand-ins")
+    few = measured("rl-stand-ins", "schedule.warmup=500 steps=5000 eval_every=5000")
+    for label, name in (("Flowformer", "flow"), ("DT", "softmax"), ("Linear Trans.", "linear attention")):
+        cell = few[label].cells["hopper medium"]
+        assert f"{cell.score.mean:.1f} and {cell.half_target.mean:.1f} for {name}" in line
+    methods = ("BC", "BC, best tenth of the episodes")
+    whole, best = (episodes[label].cells["hopper medium"].score.mean for label in methods)
+    assert f"reaches {whole:.1f} with all episodes and {best:.1f} with the best tenth" in line
+    whole, best = (episodes[label].average.score.mean for label in methods)
+    line = evidence("D4RL: behaviour cloning is far behind")
+    assert f"reaches {whole:.1f} on average with all episodes and {best:.1f} with the best tenth" in line
+    printed = [paper_average("d4rl", name) for name in ("flow", "softmax", "linear", "bc")]
+    assert "({}, {}), linear attention far behind ({})".format(*printed) in AUDIT
+    assert f"far behind ({printed[-1]})" in line
+
+
 def test_measured_images():
     lines = measured("cifar10", "schedule.warmup=100 epochs=5")
     names = {"Full Attn.": "softmax", "Flowformer": "flow", "Linear Trans.": "linear attention"}
