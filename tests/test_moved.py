@@ -43,6 +43,7 @@ MOVED = {
         f"flowformer.train.results.{name}": f"flowformer.train.figures.{name}"
         for name in ("draw_comparison", "draw_figures", "draw_maps", "draw_speeds")
     },
+    **{f"flowformer.train.summary.{name}": f"flowformer.train.report.{name}" for name in ("markdown", "page", "write")},
     **{
         f"flowformer.integrations.timm.{model}": f"flowformer.integrations.timm.flowformer.{model}"
         for model in (

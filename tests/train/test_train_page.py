@@ -17,7 +17,7 @@ from tiny_training import SERIES
 
 from flowformer import data
 from flowformer.models import FlowformerTimeSeries
-from flowformer.train import figures, speeds, summary
+from flowformer.train import figures, report, speeds
 from flowformer.train.figures import draw_speeds
 from flowformer.train.results import collect
 from flowformer.viz import degeneracies
@@ -104,7 +104,7 @@ class TestFigures:
         rows = [{**row, "folder": ""} for row in collect([tmp_path / "runs"])]
         monkeypatch.chdir(run)
         assert figures.draw_figures(rows, tmp_path / "out") == ({}, {})
-        assert '"curves": {}' in summary.page(rows, {})
+        assert '"curves": {}' in report.page(rows, {})
 
     def test_damaged_weights_cost_no_table(self, tmp_path):
         self.write_model(tmp_path, "damaged")
@@ -142,7 +142,7 @@ class TestSpeeds:
         }
         path.write_text(f"{first}\n{','.join(cells.values())}\n")
         assert speeds.read(path).lines == [("yoso", [["OOM", "fits with batch 8", "paper OOM"]])]
-        assert '"text": "OOM"' in summary.page([], {}, speeds=[speeds.read(path)])
+        assert '"text": "OOM"' in report.page([], {}, speeds=[speeds.read(path)])
 
     @pytest.mark.parametrize("content", ["", "attention\nflow\n"])
     def test_of_a_damaged_file(self, tmp_path, content):
@@ -226,7 +226,7 @@ document.body.dataset.seen = JSON.stringify({
 def page(vowels, tmp_path):
     Figure((1, 1)).savefig(tmp_path / "map.png")
     write_run(tmp_path / "w", "uea/Handwriting", "flow", final=0.3)
-    written = summary.write(collect([vowels, tmp_path / "w"]), tmp_path / "out", {"a map": tmp_path / "map.png"})
+    written = report.write(collect([vowels, tmp_path / "w"]), tmp_path / "out", {"a map": tmp_path / "map.png"})
     assert [path.name for path in written] == ["results.csv", "results.md", "results.html"]
     return written[-1]
 
@@ -243,10 +243,10 @@ def test_page_needs_nothing_else(page):
 def test_a_page_keeps_the_figures_of_an_earlier_one(page, tmp_path):
     figure, again = tmp_path / "map.png", tmp_path / "again"
     drawn = figure.read_bytes()
-    *_, later = summary.write(collect([page]), again, {}, [page])
+    *_, later = report.write(collect([page]), again, {}, [page])
     assert read_page(later).figures == {"a map": drawn}
     Figure((2, 2)).savefig(figure)
-    *_, later = summary.write(collect([page]), again, {"a map": figure, "another": figure}, [later])
+    *_, later = report.write(collect([page]), again, {"a map": figure, "another": figure}, [later])
     assert list(read_page(later).figures) == ["a map", "another"]
     assert set(read_page(later).figures.values()) == {figure.read_bytes()} != {drawn}
 
@@ -271,7 +271,7 @@ def test_page_in_a_browser(page, tmp_path):
         ["Handwriting", "JapaneseVowels", "Avg of 2"],
         ["JapaneseVowels", "Handwriting", "Avg of 2"],
     ]
-    assert found["headings"] == list(summary._RUN_COLUMNS.values())
+    assert found["headings"] == list(report._RUN_COLUMNS.values())
     assert found["aligned"] == "llrlrrrrrll", "text to the left, numbers and empty cells to the right"
     assert found["cut"] == [], "labels of the axes are shown whole"
     assert found["curves"] > 0

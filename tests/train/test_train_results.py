@@ -18,7 +18,7 @@ from helpers import ROOT
 
 from flowformer.models.counts import count
 from flowformer.models.vision import FlowformerVision
-from flowformer.train import recipes, results, summary
+from flowformer.train import recipes, report, results
 from flowformer.train.config import to_dict
 from flowformer.train.methods.config import configure
 from flowformer.train.overrides import override
@@ -110,10 +110,10 @@ class TestCollect:
     def test_a_page_is_as_good_as_its_folders(self, vowels, tmp_path):
         """With the curves, which a CSV does not have."""
         rows = collect([vowels])
-        *_, page = summary.write(rows, tmp_path / "first")
+        *_, page = report.write(rows, tmp_path / "first")
         shutil.rmtree(vowels / "uea")
         assert collect([page]) == rows
-        *_, again = summary.write(rows, tmp_path / "again", sources=[page])
+        *_, again = report.write(rows, tmp_path / "again", sources=[page])
         assert again.read_text() == page.read_text()
         assert '"training loss": [[' in again.read_text()
 
@@ -121,13 +121,13 @@ class TestCollect:
     def test_a_page_without_curves_takes_none_from_another(self, vowels, tmp_path, order):
         """As of a machine that knew the runs of the other from a CSV."""
         rows = collect([vowels])
-        *_, full = summary.write(rows, tmp_path / "full")
+        *_, full = report.write(rows, tmp_path / "full")
         write_csv(rows, tmp_path / "rows.csv")
         shutil.rmtree(vowels / "uea")
-        *_, bare = summary.write(collect([tmp_path / "rows.csv"]), tmp_path / "bare")
+        *_, bare = report.write(collect([tmp_path / "rows.csv"]), tmp_path / "bare")
         sources = [full, bare][::order]
         assert '"training loss": [[' not in bare.read_text()
-        assert summary.page(collect(sources), {}, sources) == full.read_text()
+        assert report.page(collect(sources), {}, sources) == full.read_text()
 
     def test_runs_behind_a_link_are_found_once(self, vowels, tmp_path_factory):
         """As of a folder that was moved to another disk; one link is to a folder above it."""
@@ -158,11 +158,11 @@ class TestCollect:
             collect([path])
 
     def test_pages_in_capitals(self, vowels, tmp_path):
-        *_, page = summary.write(collect([vowels]), tmp_path / "out")
+        *_, page = report.write(collect([vowels]), tmp_path / "out")
         assert collect([page.rename(tmp_path / "RESULTS.HTML")])
 
     def test_other_pages_are_refused(self, vowels, tmp_path):
-        *_, page = summary.write(collect([vowels]), tmp_path / "out")
+        *_, page = report.write(collect([vowels]), tmp_path / "out")
         text = page.read_text()
         for damaged in (
             "",
@@ -201,7 +201,7 @@ class TestCollect:
         with log.open("a") as file:
             file.write(line)
         assert read_log(log.parent) == records
-        summary.write(collect([vowels]), tmp_path / "out")
+        report.write(collect([vowels]), tmp_path / "out")
 
     def test_a_folder_that_cannot_be_read_is_named(self, vowels, monkeypatch):
         """Its runs would be missing from the tables. Checkpoints that a running queue deletes meanwhile would not."""
@@ -257,8 +257,8 @@ class TestCollect:
         write_csv([{name: row[name] for name in needed} for row in collect([vowels])[:2]], path)
         path.write_text("\ufeff" + path.read_text())  # the byte order mark that a spreadsheet writes
         rows = collect([path])
-        assert "uea/JapaneseVowels" in summary.markdown(rows)
-        assert [path.name for path in summary.write(rows, tmp_path / "out")][:2] == ["results.csv", "results.md"]
+        assert "uea/JapaneseVowels" in report.markdown(rows)
+        assert [path.name for path in report.write(rows, tmp_path / "out")][:2] == ["results.csv", "results.md"]
 
     def test_a_run_without_a_seed_is_named(self, vowels):
         path = next(vowels.rglob("result.json"))
@@ -273,9 +273,9 @@ class TestCollect:
         code = f"""if True:
             import sys
             from pathlib import Path
-            from flowformer.train import summary
+            from flowformer.train import report
             from flowformer.train.results import collect
-            assert summary.markdown(collect([Path({str(path)!r})]))
+            assert report.markdown(collect([Path({str(path)!r})]))
             print(sorted({{"accelerate", "matplotlib", "torchmetrics"}} & set(sys.modules)))
         """
         printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -10,7 +10,7 @@ import pytest
 from finished_runs import labelled, the, write_run
 from helpers import ROOT
 
-from flowformer.train import speeds, summary, tables
+from flowformer.train import report, speeds, summary, tables
 from flowformer.train.config import TrainConfig, to_dict
 from flowformer.train.results import collect, differences, write_csv
 
@@ -79,8 +79,8 @@ class TestTable:
     def test_the_committed_tables_and_page_have_the_committed_runs(self):
         rows, page = collect([ROOT / "results/reproduce.csv"]), ROOT / "results/reproduce.html"
         measured = [speeds.read(ROOT / f"results/lra-speed-{device}.csv") for device in ("h200", "cpu")]
-        assert (ROOT / "docs/results.md").read_text() == summary.markdown(rows, measured) + "\n", "run make results"
-        assert page.read_text() == summary.page(rows, {}, [page], measured), "run make results"
+        assert (ROOT / "docs/results.md").read_text() == report.markdown(rows, measured) + "\n", "run make results"
+        assert page.read_text() == report.page(rows, {}, [page], measured), "run make results"
 
     def test_a_table_that_only_repeats_runs_is_left_out(self, tmp_path):
         write_run(tmp_path, "lra/text", "flow", 0, 0.64)
@@ -232,7 +232,7 @@ class TestTable:
 
 
 def test_markdown_names_every_run_with_its_folder(vowels):
-    text = summary.markdown(collect([vowels]))
+    text = report.markdown(collect([vowels]))
     assert "## UEA time series, accuracy in %" in text
     assert "| 99.00 ± 1.00 (3)<br>paper 98.9, +0.10<br>final 98.00 ± 1.00 |" in text
     for row in collect([vowels]):
@@ -249,12 +249,12 @@ def test_a_run_that_diverged_is_shown(tmp_path, score):
         with (run / "log.jsonl").open("a") as log:
             log.write('{"kind": "train", "step": 11, "loss": NaN}\n')
     rows = collect([tmp_path])
-    assert f"{score} ± nan (2)" in summary.markdown(rows)
+    assert f"{score} ± nan (2)" in report.markdown(rows)
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
-    text = re.search(r'id="data">(.*?)</script>', summary.page(rows, {}))[1]
+    text = re.search(r'id="data">(.*?)</script>', report.page(rows, {}))[1]
     page = json.loads(text, parse_constant=refuse)
     assert [len(run["curves"]["training loss"]) for run in page["runs"]] == [10, 10]
 
@@ -262,6 +262,6 @@ def test_a_run_that_diverged_is_shown(tmp_path, score):
 def test_names_break_neither_table_nor_page(tmp_path):
     write_run(tmp_path / "a|b", "uea/JapaneseVowels", facts={"device": "<!--<script>"})
     rows = collect([tmp_path])
-    line = summary.markdown(rows).splitlines()[-1]
+    line = report.markdown(rows).splitlines()[-1]
     assert len(re.findall(r"(?<!\\)\|", line)) == 12, "eleven columns"
-    assert "<!--" not in summary.page(rows, {})
+    assert "<!--" not in report.page(rows, {})

@@ -116,11 +116,11 @@ class _Found:
 
     def write(self, folder: Path, data: Path | None) -> list[Path]:
         """Write the tables, then draw the figures and add them; return the files."""
-        from ..train import summary
+        from ..train import report
 
-        summary.write(self.rows, folder, {}, self.sources, self.speeds)  # first, since drawing may take minutes
+        report.write(self.rows, folder, {}, self.sources, self.speeds)  # first, since drawing may take minutes
         figures = self._draw(folder / "figures", data)
-        return summary.write(self.rows, folder, figures, self.sources, self.speeds)
+        return report.write(self.rows, folder, figures, self.sources, self.speeds)
 
     def _draw(self, folder: Path, data: Path | None) -> dict[str, Path]:
         """Draw the figures and return their paths by caption; print which are left out, and the reason."""
@@ -134,9 +134,9 @@ class _Found:
         return figures
 
     def print(self, as_json: bool) -> None:
-        from ..train import summary
+        from ..train import report
 
-        print(json.dumps(self.rows) if as_json else summary.markdown(self.rows, self.speeds))
+        print(json.dumps(self.rows) if as_json else report.markdown(self.rows, self.speeds))
 
 
 _HOW_TO_UNBLOCK = (

@@ -1,6 +1,7 @@
 """The tables of the paper as data: the recipe and the method of each cell, in the paper's layout.
 
-To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the cells, `summary` fills the tables in.
+To add a row, add a `Method`; to add a column, a `Column`. `reproduce` runs the cells, `summary` fills the tables in,
+`report` writes them.
 """
 
 from __future__ import annotations
