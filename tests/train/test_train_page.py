@@ -144,6 +144,20 @@ class TestSpeeds:
         assert speeds.read(path).lines == [("yoso", [["OOM", "fits with batch 8", "paper OOM"]])]
         assert '"text": "OOM"' in report.page([], {}, speeds=[speeds.read(path)])
 
+    def test_beside_checkpoints_that_a_queue_deletes(self, tmp_path, monkeypatch):
+        for name in ("checkpoints", "speed"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "speed" / speeds.SPEED).touch()
+        scandir = os.scandir
+
+        def gone(path):
+            if os.fspath(path).endswith("checkpoints"):
+                raise FileNotFoundError
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", gone)
+        assert list(speeds.find(tmp_path)) == [tmp_path / "speed" / speeds.SPEED]
+
     @pytest.mark.parametrize("content", ["", "attention\nflow\n"])
     def test_of_a_damaged_file(self, tmp_path, content):
         (tmp_path / speeds.SPEED).write_text(content)

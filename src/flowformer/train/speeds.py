@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ class SpeedTable:
 def find(source: Path) -> Iterator[Path]:
     """The tables of speeds at or below a folder; or the file itself, if it is one."""
     if source.is_dir():
-        yield from sorted(source.rglob(SPEED))
+        # not rglob, which fails if a queue that is running deletes a checkpoint meanwhile
+        yield from sorted(Path(folder) / SPEED for folder, _, files in os.walk(source) if SPEED in files)
     elif source.is_file() and source.suffix == ".csv":
         with source.open(newline="", encoding="utf-8", errors="replace") as file:
             if set(next(csv.reader(file), [])) >= _COLUMNS:
