@@ -160,6 +160,9 @@ class TestList:
         finished.touch()
         assert "minutes" not in left("speed")
 
+    def test_the_benchmark_among_all_tables(self, tmp_path):
+        assert [job.name for job in reproduce.jobs("all", tmp_path, cells=["speed/lra"])] == ["speed/lra"]
+
     def test_another_experiment_is_not_beside_the_paper(self, tmp_path):
         def papers(*overrides):
             chosen = {"cells": ["*/Handwriting/flow"], "overrides": overrides}

@@ -152,7 +152,7 @@ def jobs(
         if _matches(cell.name, cells) and (BENCHMARK not in overrides or cell.method.name in options_of(cell.recipe))
         for seed in range(seeds or cell.seeds)
     ]
-    if chosen and not prioritised:
+    if BENCHMARK in overrides and not prioritised:
         raise ValueError(f"none of these cells has {BENCHMARK}, which the rivals of the Long-Range Arena have.")
     unique: dict[Path, Job] = {}
     for _, _, job in sorted(prioritised, key=lambda each: each[:2]):
